@@ -1,0 +1,111 @@
+"""User-facing settings: `SamplingParams` per request and `SpeculativeConfig`, whose keys are those of vLLM's `--speculative-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+METHODS = ("draft_model", "dflash")
+BUDGET_RULES = ("lookahead", "stale", "early_stop", "retrospective")
+
+
+def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} is {value!r}; it must be a whole number from {low}" + (f" to {high}" if high is not None else " on"))
+
+
+def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    inside = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and not (open_low and value == low)
+    if not inside:  # NaN compares false, so it lands here too
+        raise ValueError(f"{name} is {value!r}; it must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled; names and meanings are vLLM's.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off (top-k first, then top-p on what is left); `seed` makes a request repeatable (None: from the LLM's seed
+    and the request's number); generation ends at EOS (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 128
+    seed: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, 0)
+        _integer("max_tokens", self.max_tokens, 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+        for token in self.stop_token_ids:
+            _integer("a stop token id", token, 0)
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How tokens are drafted and how many of them are verified.
+
+    vLLM's keys: `method`, `model` (None: the drafter shipped for the default target), `num_speculative_tokens` (K), `draft_sample_method` ("probabilistic": x ~ q; "greedy": the
+    most likely token, one-hot q), `enable_adaptive_verification`. Ours: `confidence`, `feature` (a name in `features.FEATURES`), `budget_rule` (design: lookahead looks ahead
+    with what past steps taught, stale is vLLM's, early_stop DSpark's; retrospective leaks and is for teaching), `probe_interval` (every so many steps one request is verified at full
+    depth; 0 is off), `estimator` (keyword arguments of `OnlineAcceptanceEstimator`), `allow_lossy` (accept settings that bias the output).
+    """
+
+    method: str
+    model: Any = None
+    num_speculative_tokens: int = 7
+    draft_sample_method: str = "probabilistic"
+    enable_adaptive_verification: bool = False
+    confidence: str = "auto"
+    feature: str = "logit_q_max"
+    budget_rule: str = "lookahead"
+    probe_interval: int = 64
+    estimator: Mapping[str, Any] = field(default_factory=dict)
+    allow_lossy: bool = False
+
+    def __post_init__(self) -> None:
+        from avref.features import FEATURES
+
+        one_of("method", self.method, METHODS)
+        one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
+        one_of("confidence", self.confidence, ("auto", "estimator"))
+        one_of("feature", self.feature, tuple(FEATURES))
+        one_of("budget_rule", self.budget_rule, BUDGET_RULES)
+        for flag in ("enable_adaptive_verification", "allow_lossy"):
+            one_of(flag, getattr(self, flag), (True, False))
+        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        _integer("probe_interval", self.probe_interval, 0)
+        lossy = [f"feature={self.feature!r}"] if not FEATURES[self.feature].lossless else []
+        lossy += ["budget_rule='retrospective'"] if self.budget_rule == "retrospective" else []
+        if lossy and not self.allow_lossy:
+            raise ValueError(
+                f"{' and '.join(lossy)} would bias the output: the decision to verify a draft would depend on the drawn token. "
+                "Choose another, or pass allow_lossy=True for an experiment"
+            )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+        """Check and convert a dictionary as vLLM's `--speculative-config` takes it; None stays None (plain decoding)."""
+        if config is None or isinstance(config, cls):
+            return config
+        if not isinstance(config, Mapping):
+            raise ValueError(f"speculative_config is {type(config).__name__}; give a dictionary or None")
+        known = [f.name for f in fields(cls)]
+        for key in config:
+            one_of("a speculative_config key", key, known)
+        if "method" not in config:
+            raise ValueError(f"speculative_config needs a 'method': one of {', '.join(METHODS)}")
+        return cls(**config)

@@ -1,0 +1,374 @@
+"""Continuous batching and one decode step of (adaptive) speculative decoding.
+
+`Engine.decode` is the whole method: draft, feature, confidence, survival, budget, allocate, verify, accept or reject, observe, refit. Running requests occupy the cache rows 0 .. R-1;
+when one finishes, the last row moves into its place. A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from avref import sampling
+from avref.config import SamplingParams, SpeculativeConfig
+from avref.cost_table import CostTable
+from avref.drafters.base import Drafter, DraftProposal
+from avref.estimator import OnlineAcceptanceEstimator
+from avref.features import FEATURES
+from avref.packed import Layout, PackedModel
+from avref.pruning import StaleSurvival, SurvivalProfile, allocate, choose_budget, survival
+
+MAX_PREFILL_TOKENS = 4096  # longest packed prefill forward
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way: its tokens so far, how it is sampled, and why it ended (`stop` or `length`)."""
+
+    request_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_length: int
+    stop_ids: frozenset[int]
+    generator: torch.Generator
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are in the cache: all but the pending one."""
+        return len(self.prompt_ids) + len(self.output_ids) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return min(self.params.max_tokens - len(self.output_ids), self.max_length - len(self.prompt_ids) - len(self.output_ids))
+
+    def emit(self, tokens: Iterable[int]) -> int:
+        """Append tokens up to the first stop token or the length limit; return how many were taken."""
+        taken = 0
+        for token in tokens:
+            self.output_ids.append(token)
+            taken += 1
+            if token in self.stop_ids:
+                self.finish_reason = "stop"
+            elif self.remaining == 0:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                break
+        return taken
+
+
+@dataclass
+class Stats:
+    """Counts and milliseconds since they were last reset. Positions: drafted, verified (admitted), graded (reached by the acceptance test), accepted."""
+
+    drafted_by_position: np.ndarray
+    verified_by_position: np.ndarray
+    graded_by_position: np.ndarray
+    accepted_by_position: np.ndarray
+    num_steps: int = 0  # decode steps = target decode forwards
+    num_request_steps: int = 0  # running requests, summed over decode steps
+    num_requests: int = 0  # requests prefilled; each emits its first token there
+    num_tokens: int = 0  # emitted, first tokens included
+    num_refits: int = 0
+    prefill_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    sample_ms: float = 0.0
+    other_ms: float = 0.0
+    wall_s: float = 0.0
+
+    @classmethod
+    def zeros(cls, num_positions: int) -> Stats:
+        return cls(*(np.zeros(num_positions, dtype=np.int64) for _ in range(4)))
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens emitted per target decode forward, over all running requests."""
+        return (self.num_tokens - self.num_requests) / max(self.num_steps, 1)
+
+    @property
+    def tokens_per_request_step(self) -> float:
+        """Mean acceptance length: tokens emitted per request and decode step, the residual or bonus token included (1 without speculation)."""
+        return (self.num_tokens - self.num_requests) / max(self.num_request_steps, 1)
+
+
+class Stopwatch:
+    """Milliseconds by name between laps: the host clock on a CPU, CUDA events (no synchronisation until `read`) on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda, self.totals, self._events = device.type == "cuda", dict.fromkeys(("prefill", "draft", "verify", "sample", "other"), 0.0), []  # type: ignore[var-annotated]
+        self._last = self._now()
+
+    def _now(self):  # type: ignore[no-untyped-def]
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self._last = self._now()
+
+    def lap(self, name: str) -> None:
+        now = self._now()
+        if self.cuda:
+            self._events.append((name, self._last, now))
+        else:
+            self.totals[name] += (now - self._last) * 1e3
+        self._last = now
+
+    def read(self) -> dict[str, float]:
+        if self._events:
+            torch.cuda.synchronize()
+            for name, start, end in self._events:
+                self.totals[name] += start.elapsed_time(end)
+            self._events.clear()
+        return dict(self.totals)
+
+
+class Engine:
+    """Requests in, tokens out. Holds the target's cache, the drafter, and what adaptive verification learns (`estimator`, survival profile)."""
+
+    def __init__(
+        self,
+        target: PackedModel,
+        drafter: Drafter | None,
+        config: SpeculativeConfig | None,
+        *,
+        max_num_seqs: int,
+        estimator: OnlineAcceptanceEstimator | None = None,
+        cost_table: CostTable | None = None,
+    ) -> None:
+        self.target, self.drafter, self.config = target, drafter, config
+        self.max_num_seqs, self.estimator, self.cost_table = max_num_seqs, estimator, cost_table
+        self.num_positions = config.num_speculative_tokens if config else 0
+        self.adaptive = bool(config and config.enable_adaptive_verification)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.profile = SurvivalProfile()
+        self.stale = StaleSurvival(self.num_positions) if self.num_positions else None
+        self.override: Callable[[int], int] | None = None  # profiling and controls: capacity -> admitted, for every request
+        self.on_finish: Callable[[int, Request], None] | None = None  # (cache row, request) before a finished request leaves its row
+        self.watch = Stopwatch(target.device)
+        self.stats = Stats.zeros(self.num_positions)
+        self.step_count = 0
+
+    # ---- requests in and out ----
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Let waiting requests enter, decode all running ones once, and return those that finished."""
+        self.watch.start()
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            self.prefill(self._entering())
+        finished = self._remove_finished()
+        if self.running:
+            self.decode()
+            finished += self._remove_finished()
+        self.watch.lap("other")
+        return finished
+
+    def _entering(self) -> list[Request]:
+        entering: list[Request] = []
+        tokens = 0
+        while self.waiting and len(self.running) + len(entering) < self.max_num_seqs:
+            tokens += len(self.waiting[0].prompt_ids)
+            if entering and tokens > MAX_PREFILL_TOKENS:
+                break
+            entering.append(self.waiting.popleft())
+        return entering
+
+    def _remove_finished(self) -> list[Request]:
+        finished = [r for r in self.running if r.finish_reason]
+        for row in reversed([i for i, r in enumerate(self.running) if r.finish_reason]):
+            if self.on_finish:
+                self.on_finish(row, self.running[row])
+            last = len(self.running) - 1
+            if row < last:
+                self.target.cache.move(last, row)
+                if self.drafter:
+                    self.drafter.move(last, row)
+                self.running[row] = self.running[last]
+            self.running.pop()
+        return finished
+
+    def abort(self) -> None:
+        """Forget all requests (after an error in the middle of a step)."""
+        self.waiting.clear()
+        self.running.clear()
+
+    # ---- prefill ----
+    def prefill(self, entering: list[Request]) -> None:
+        """One packed forward over the prompts of entering requests, and their first token."""
+        device, first_row = self.target.device, len(self.running)
+        prompts = [r.prompt_ids for r in entering]
+        layout = Layout([0] * len(prompts), [len(p) for p in prompts], device, first_row)
+        ids = torch.tensor(list(itertools.chain.from_iterable(prompts)), device=device)
+        logits, hidden = self.target.forward(ids, layout, layout.last, self.drafter.hidden_layers if self.drafter else ())
+        uniforms = torch.stack([torch.rand(1, generator=r.generator) for r in entering])[:, 0].to(device)
+        tokens = sampling.sample(sampling.probs(logits, *self._sampling_tensors(entering)), uniforms).tolist()
+        if self.drafter:
+            self.drafter.enter(layout, prompts, hidden)
+        for request, token in zip(entering, tokens):
+            request.emit([token])
+        self.running += entering
+        self.stats.num_requests += len(entering)
+        self.stats.num_tokens += len(entering)
+        self.watch.lap("prefill")
+
+    # ---- one decode step ----
+    def decode(self) -> None:
+        """Draft, decide what to verify, verify in one packed forward, accept or reject, learn."""
+        requests, device = self.running, self.target.device
+        lengths = [r.num_cached for r in requests]
+        capacity = [self._capacity(r) for r in requests]
+        depth = max(capacity)
+        temperature, top_k, top_p = self._sampling_tensors(requests)
+        pending = torch.tensor([r.output_ids[-1] for r in requests], device=device)  # [R]
+        uniforms = self._uniforms(requests)  # [R, 2K + 2]
+        self.watch.lap("other")
+
+        proposal = self._draft(lengths, pending, depth, temperature, uniforms)
+        self.watch.lap("draft")
+
+        features, admitted = self._admit(proposal, capacity, temperature)
+        drafts = proposal.tokens.tolist() if proposal else [[]] * len(requests)
+        chunks = [[r.output_ids[-1], *d[:n]] for r, d, n in zip(requests, drafts, admitted)]
+        layout = Layout(lengths, [len(c) for c in chunks], device)
+        ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=device)  # [T]
+        self.watch.lap("other")
+
+        logits, hidden = self.target.forward(ids, layout, None, self.drafter.hidden_layers if self.drafter else ())
+        self.watch.lap("verify")
+
+        tokens, accepted = self._accept(logits, proposal, admitted, uniforms, temperature, top_k, top_p)
+        self.watch.lap("sample")
+
+        if self.drafter:
+            self.drafter.extend(layout, chunks, hidden, [n + 1 for n in accepted])
+        graded_accepted, graded_verified = [], []
+        for request, row, n, m in zip(requests, tokens, accepted, admitted):
+            taken = request.emit(row[: n + 1])
+            self.stats.num_tokens += taken
+            graded_accepted.append(min(n, taken))  # nothing behind a stop token is graded
+            graded_verified.append(min(m, taken) if taken <= n else m)
+        if self.estimator is not None and features is not None:
+            self.estimator.observe(features, torch.tensor(graded_accepted, device=device), torch.tensor(graded_verified, device=device))
+            self.stats.num_refits += bool(self.estimator.end_step())
+        self._count(capacity, admitted, graded_accepted, graded_verified)
+        self.step_count += 1
+
+    def _capacity(self, request: Request) -> int:
+        """Drafts worth making: the step emits at most this many plus one, and none may pass what the drafter can address."""
+        if self.drafter is None:
+            return 0
+        return max(0, min(self.num_positions, request.remaining - 1, self.drafter.max_length - 1 - request.num_cached))
+
+    def _draft(self, lengths: list[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor) -> DraftProposal | None:
+        if self.drafter is None or self.config is None or depth == 0:
+            return None
+        greedy = self.config.draft_sample_method == "greedy"
+        return self.drafter.propose(lengths, pending, depth, temperature, uniforms[:, :depth], greedy)
+
+    def _admit(self, proposal: DraftProposal | None, capacity: list[int], temperature: Tensor) -> tuple[Tensor | None, list[int]]:
+        """Feature, confidence, survival, budget, allocation -> (features [R, K] or None, admitted drafts per request)."""
+        if proposal is None:
+            return None, [0] * len(capacity)
+        if not self.adaptive and self.estimator is None:
+            return None, [self.override(c) if self.override else c for c in capacity]
+        assert self.config is not None and self.estimator is not None and self.cost_table is not None and self.stale is not None
+        feature = FEATURES[self.config.feature]
+        drafted = feature.fn(proposal.logits, proposal.draft_ids, temperature[:, None])  # [R, depth]
+        features = drafted.new_zeros(len(capacity), self.num_positions)
+        features[:, : drafted.shape[1]] = drafted
+        confidence = self.estimator.predict(features)  # [R, K]
+        live = survival(confidence).double().cpu()  # [R, K]
+        capacities = torch.tensor(capacity)
+        budget = self._budget(live, capacities)
+        admitted = allocate(live, budget, capacities).tolist()
+        self.profile.update(live, capacities)
+        self.stale.record([r.request_id for r in self.running], live, capacities)
+        interval = self.config.probe_interval
+        if interval and self.step_count % interval == interval - 1:
+            probe = self.step_count // interval % len(self.running)
+            admitted[probe] = capacity[probe]
+        if self.override:
+            admitted = [self.override(c) for c in capacity]
+        return features, admitted
+
+    def _budget(self, live: Tensor, capacities: Tensor) -> int:
+        assert self.config is not None and self.cost_table is not None and self.stale is not None
+        table, num_requests, rule = self.cost_table, len(self.running), self.config.budget_rule
+        if rule == "stale":
+            old = self.stale.gather([r.request_id for r in self.running], capacities)
+            return choose_budget(old, table, num_requests, rule="argmax", capacities=capacities)
+        if rule == "retrospective":
+            return choose_budget(live, table, num_requests, rule="argmax", capacities=capacities)
+        profile = self.profile.predict(int(capacities.sum())) if rule == "lookahead" else None
+        return choose_budget(live, table, num_requests, rule=rule, profile=profile, capacities=capacities)
+
+    def _accept(
+        self,
+        logits: Tensor,
+        proposal: DraftProposal | None,
+        admitted: list[int],
+        uniforms: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+    ) -> tuple[list[list[int]], list[int]]:
+        """Standard rejection sampling -> (emitted tokens per request, accepted drafts per request)."""
+        k = self.num_positions
+        if proposal is None:
+            tokens = sampling.sample(sampling.probs(logits, temperature, top_k, top_p), uniforms[:, 2 * k])
+            return tokens[:, None].tolist(), [0] * len(admitted)
+        depth = proposal.tokens.shape[1]
+        verdict = sampling.verify(
+            logits,
+            torch.tensor(admitted, device=logits.device),
+            proposal.tokens,
+            proposal.q,
+            proposal.q_drawn,
+            uniforms[:, k : k + depth],
+            uniforms[:, 2 * k],
+            temperature,
+            top_k,
+            top_p,
+            vocab_ids=proposal.vocab_ids,
+        )
+        return verdict.tokens.tolist(), verdict.num_accepted.tolist()
+
+    def _count(self, capacity: list[int], admitted: list[int], accepted: list[int], verified: list[int]) -> None:
+        s, k = self.stats, np.arange(self.num_positions)
+        column = lambda x: np.asarray(x)[:, None]  # noqa: E731
+        s.num_steps += 1
+        s.num_request_steps += len(capacity)
+        s.drafted_by_position += (k < column(capacity)).sum(0)
+        s.verified_by_position += (k < column(admitted)).sum(0)
+        s.graded_by_position += ((k <= column(accepted)) & (k < column(verified))).sum(0)
+        s.accepted_by_position += (k < column(accepted)).sum(0)
+
+    def _sampling_tensors(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
+        """(temperature, top_k, top_p), [R] each."""
+        params, device = [r.params for r in requests], self.target.device
+        return (
+            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            torch.tensor([p.top_k for p in params], device=device),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        )
+
+    def _uniforms(self, requests: Sequence[Request]) -> Tensor:
+        """[R, 2K + 2] fresh uniforms in [0, 1), one call per request: K to draft with, K to accept with, one for the residual or bonus token."""
+        width = 2 * self.num_positions + 2
+        return torch.stack([torch.rand(width, generator=r.generator) for r in requests]).to(self.target.device)

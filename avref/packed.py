@@ -1,0 +1,238 @@
+"""Packed variable-length forward: many requests, a different number of tokens each, no padded token in any linear layer.
+
+All tokens of a step lie behind one another in one sequence `[1, T]`. Every linear layer therefore works on exactly T rows. Only attention must know which request a
+token belongs to: it reads that from a `Layout`, writes the new keys and values into the request's row of a `KVCache`, and makes one call per layer for all requests
+(queries padded to the longest chunk, keys to the longest context; both are masked, never computed in a linear layer). Rollback of a rejected draft is a shorter length: stale
+keys lie beyond every later query's position until they are overwritten.
+
+The hook is transformers' `AttentionInterface`: an attention function registered by name receives unknown keyword arguments of the model call untouched. No mask function of that name
+is registered, so the model builds no mask of its own and `packed_attention` alone is responsible for causality; `check_parity` proves it at load time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+ATTENTION = "avref"
+
+
+class Layout:
+    """Which request and which position each packed token belongs to.
+
+    `starts[r]` is the position of row r's first new token (its cached length), `counts[r] >= 1` the number of its new tokens; the R rows are consecutive cache rows from `first_row` on.
+    T = sum(counts).
+    """
+
+    def __init__(
+        self, starts: Sequence[int], counts: Sequence[int], device: torch.device | str = "cpu", first_row: int = 0
+    ) -> None:
+        start, count = np.asarray(starts, dtype=np.int64), np.asarray(counts, dtype=np.int64)  # [R], [R]
+        if len(count) == 0 or count.min() < 1:
+            raise ValueError(f"every row needs at least one token, got counts {count.tolist()}")
+        ends = np.cumsum(count)
+        row = np.repeat(np.arange(len(count)), count)  # [T]
+        within = np.arange(ends[-1]) - np.repeat(ends - count, count)  # [T]
+        self.num_rows, self.num_tokens, self.first_row = len(count), int(ends[-1]), first_row
+        self.max_query, self.context = int(count.max()), int((start + count).max())
+        self.uniform = bool((count == self.max_query).all())
+        as_tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)  # noqa: E731
+        self.row, self.within = as_tensor(row), as_tensor(within)  # [T], [T]
+        self.position = as_tensor(start[row] + within)  # [T]
+        self.last = as_tensor(ends - 1)  # [R] packed index of each row's last token
+        self.first = as_tensor(ends - count)  # [R] packed index of each row's first token
+        self._starts = as_tensor(start)
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+
+    def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive causal mask [R, 1, group * max_query, context]; query i of row r sits at position starts[r] + i and sees keys up to there."""
+        key = (group, window, dtype)
+        if key not in self._masks:
+            query = self._starts[:, None, None] + torch.arange(self.max_query, device=self._starts.device)[:, None]
+            keys = torch.arange(self.context, device=query.device)
+            visible = keys <= query  # [R, max_query, context]; a padded query sees at least key 0
+            if window is not None:
+                visible &= keys > query - window
+            mask = torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill_(~visible, float("-inf"))
+            self._masks[key] = mask[:, None].repeat(1, 1, group, 1)
+        return self._masks[key]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [R, max_query, ...]; a view when every row has the same count."""
+        if self.uniform:
+            return x.view(self.num_rows, self.max_query, *x.shape[1:])
+        padded = x.new_zeros(self.num_rows, self.max_query, *x.shape[1:])
+        padded[self.row, self.within] = x
+        return padded
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[R, max_query, ...] -> [T, ...]."""
+        return x.flatten(0, 1) if self.uniform else x[self.row, self.within]
+
+
+class KVCache:
+    """Keys and values per layer, one row per running request: buffers [rows, length, H_kv, D], grown as needed up to `max_length`."""
+
+    def __init__(self, max_rows: int, max_length: int) -> None:
+        self.max_rows, self.max_length = max_rows, max_length
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, layer: int, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values [T, H_kv, D]; return those of the layout's rows up to its longest context, [R, context, H_kv, D] (views)."""
+        keys, values = self._buffers(layer, layout, key, value)
+        rows = layout.row + layout.first_row if layout.first_row else layout.row
+        keys[rows, layout.position] = key
+        values[rows, layout.position] = value
+        here = slice(layout.first_row, layout.first_row + layout.num_rows)
+        return keys[here, : layout.context], values[here, : layout.context]
+
+    def _buffers(self, layer: int, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows, length = layout.first_row + layout.num_rows, layout.context
+        if rows > self.max_rows or length > self.max_length:
+            raise ValueError(
+                f"the cache holds {self.max_rows} requests of {self.max_length} tokens; {rows} requests of {length} tokens were asked for"
+            )
+        old = self.layers.get(layer)
+        if old is None or old[0].shape[0] < rows or old[0].shape[1] < length:
+            have_rows, have_length = (0, 0) if old is None else old[0].shape[:2]
+            new_rows = min(self.max_rows, max(rows, 2 * have_rows)) if rows > have_rows else have_rows
+            new_length = min(self.max_length, max(256, -(-length * 3 // 2 // 64) * 64)) if length > have_length else have_length
+            grown = tuple(x.new_zeros(new_rows, new_length, *x.shape[1:]) for x in (key, value))
+            for new, buffer in zip(grown, old or ()):
+                new[:have_rows, :have_length] = buffer
+            self.layers[layer] = (grown[0], grown[1])
+        return self.layers[layer]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one request's row over another: how the running rows stay consecutive when a request leaves."""
+        for keys, values in self.layers.values():
+            if source < keys.shape[0]:
+                keys[target], values[target] = keys[source], values[source]
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, H_kv, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    avref_batch: tuple[KVCache, Layout] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over each request's own cached context; signature as `AttentionInterface` asks for, returns ([1, T, H, D], None)."""
+    if avref_batch is None or attention_mask is not None or kwargs.get("s_aux") is not None:
+        raise RuntimeError("packed attention serves packed forwards without a mask or attention sinks; this model needs another path")
+    cache, layout = avref_batch
+    keys, values = cache.update(module.layer_idx, layout, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return attend(query[0].transpose(0, 1), keys, values, layout, scaling, sliding_window, softcap)[None], None
+
+
+def attend(
+    query: Tensor,  # [T, H, D]
+    keys: Tensor,  # [R, L, H_kv, D]
+    values: Tensor,
+    layout: Layout,
+    scaling: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """One attention call for all rows -> [T, H, D].
+
+    The G query heads that share a key head are folded into query rows ([R, H_kv, G q, D]): the same arithmetic as grouped-query attention, several times faster on a CPU.
+    """
+    kv_heads = keys.shape[2]
+    group = query.shape[1] // kv_heads
+    q = layout.pad(query).unflatten(2, (kv_heads, group))  # [R, q, H_kv, G, D]
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [R, H_kv, G q, D]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [R, H_kv, L, D]
+    mask = layout.mask(group, window, q.dtype)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        scores = q @ keys.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+        out = torch.softmax(softcap * torch.tanh(scores / softcap) + mask, dim=-1) @ values
+    out = out.unflatten(2, (group, layout.max_query)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [R, q, H, D]
+    return layout.unpad(out)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+
+
+class PackedModel:
+    """A Hugging Face causal LM with a `KVCache`, called on packed tokens."""
+
+    def __init__(self, model: Any, max_rows: int, max_length: int) -> None:
+        self.model, self.device = model, model.device
+        self.cache = KVCache(max_rows, max_length)
+
+    @torch.inference_mode()
+    def forward(
+        self, ids: Tensor, layout: Layout, logit_rows: Tensor | None = None, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids [T] -> logits [N, V] at the packed indices `logit_rows` [N] (None: all T), and the target's hidden states of `hidden_layers` side by side, [T, n D] (None when none is asked for)."""
+        if self.model.config._attn_implementation != ATTENTION:
+            self.model.set_attn_implementation(ATTENTION)
+        out = self.model(
+            input_ids=ids[None],
+            position_ids=layout.position[None],
+            use_cache=False,
+            logits_to_keep=0 if logit_rows is None else logit_rows,
+            output_hidden_states=bool(hidden_layers),
+            avref_batch=(self.cache, layout),
+        )
+        hidden = torch.cat([out.hidden_states[i][0] for i in hidden_layers], dim=-1) if hidden_layers else None
+        return out.logits[0], hidden
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[Any]:
+    """Inside, the model is an ordinary Hugging Face model again (for `generate` and as the parity reference)."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.inference_mode()
+def check_parity(model: Any) -> float:
+    """Largest difference between packed and plain logits on two short prompts, relative to the spread of the logits.
+
+    The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError when the packed path does not reproduce the model (for instance
+    because its attention adds a position bias of its own): such a model would decode silently wrong.
+    """
+    limits = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rows = [[(7 * i + 3) % vocabulary for i in range(9)], [(11 * i + 5) % vocabulary for i in range(6)]]
+    with plain_attention(model):
+        plain = [model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0] for ids in rows]
+    cached, rejected = [5, 3], 2  # a first forward writes these many tokens and two wrong drafts, which are then rolled back
+    packed = PackedModel(model, len(rows), 16)
+    try:
+        drafts = [ids[:n] + [1] * rejected for ids, n in zip(rows, cached)]
+        packed.forward(torch.tensor(sum(drafts, []), device=model.device), Layout([0, 0], [len(d) for d in drafts], model.device))
+        rest = [ids[n:] for ids, n in zip(rows, cached)]
+        logits, _ = packed.forward(torch.tensor(sum(rest, []), device=model.device), Layout(cached, [len(r) for r in rest], model.device))
+    except Exception as error:
+        raise RuntimeError(f"{type(model).__name__} cannot run the packed forward: {error}") from error
+    expected = torch.cat([p[n:] for p, n in zip(plain, cached)]).float()
+    difference = float((logits.float() - expected).abs().max() / expected.std().clamp_min(1e-6))
+    limit = limits.get(model.dtype, 1e-4)
+    if not difference <= limit:
+        raise RuntimeError(
+            f"{type(model).__name__}: packed logits differ from the plain model's by {difference:.2g} of their spread (allowed {limit:g}). "
+            "Its attention does something the packed path does not know; it cannot be used here."
+        )
+    return difference

@@ -1,0 +1,127 @@
+"""Training data: the target's own samples with its hidden states, recorded while it decodes.
+
+One shard per group of prompts: token ids, where the answer starts, the target's hidden states of the drafter's layers, and at every position the target's most likely next tokens. The
+engine that serves is the engine that records: `Recorder` sits where a drafter would and never drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from avref.config import SamplingParams
+from avref.engine import Request
+from avref.packed import Layout
+
+TOP = 128  # target probabilities kept per position; the rest is folded into the normaliser
+
+
+class Recorder:
+    """Keeps the target's hidden states of every running request; implements the drafter protocol with no drafts at all."""
+
+    max_length = max_depth = 0
+
+    def __init__(self, hidden_layers: Sequence[int]) -> None:
+        self.hidden_layers = tuple(hidden_layers)
+        self.rows: dict[int, list[Tensor]] = {}
+
+    def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
+        assert hidden is not None
+        for row, states in enumerate(hidden.split([len(t) for t in tokens]), start=layout.first_row):
+            self.rows[row] = [states.bfloat16()]
+
+    def extend(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]) -> None:
+        assert hidden is not None
+        for row, state in enumerate(hidden.bfloat16()):
+            self.rows[row].append(state[None])
+
+    def move(self, source: int, target: int) -> None:
+        self.rows[target] = self.rows[source]
+
+
+def collect(llm: Any, recorder: Recorder, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[tuple[list[int], int, Tensor]]:
+    """Sample one answer per prompt -> (ids, prompt length, hidden [len(ids) - 1, n D]) per request, in order of finishing."""
+    done: list[tuple[list[int], int, Tensor]] = []
+
+    def keep(row: int, request: Request) -> None:
+        ids = request.prompt_ids + request.output_ids
+        done.append((ids, len(request.prompt_ids), torch.cat(recorder.rows[row])[: len(ids) - 1]))
+
+    llm.engine.drafter, llm.engine.on_finish = recorder, keep
+    llm.generate(prompts, params, use_tqdm=True)
+    return done
+
+
+@torch.inference_mode()
+def label(model: Any, final_hidden: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
+    """The target's `TOP` most likely next tokens at every position: ids [N, TOP] and log-probabilities [N, TOP], from its final hidden states [N, D]."""
+    ids, logs = [], []
+    for part in final_hidden.split(chunk):
+        logits = model.get_output_embeddings()(part.to(model.dtype)).float()
+        top, index = logits.topk(TOP, dim=-1)
+        ids.append(index.int())
+        logs.append((top - logits.logsumexp(dim=-1, keepdim=True)).half())
+    return torch.cat(ids), torch.cat(logs)
+
+
+def build_shards(llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams, folder: Path, worker: tuple[int, int] = (0, 1), per_shard: int = 128) -> None:
+    """Write the shards that are missing (of `worker` i of n, every n-th); a run that was stopped loses at most the shard in progress."""
+    folder.mkdir(parents=True, exist_ok=True)
+    width = llm.model.config.get_text_config().hidden_size
+    shards = list(enumerate(range(0, len(prompts), per_shard)))[worker[0] :: worker[1]]
+    for number, start in tqdm(shards, desc="sampling", unit="shard"):
+        path = folder / f"shard-{number:03d}.safetensors"
+        if path.is_file():
+            continue
+        done = collect(llm, recorder, llm.chat_ids(prompts[start : start + per_shard]), params)
+        hidden = torch.cat([h for _, _, h in done])
+        top_ids, top_logs = label(llm.model, hidden[:, -width:])
+        tensors = {
+            "ids": torch.tensor([t for ids, _, _ in done for t in ids], dtype=torch.int32),
+            "lengths": torch.tensor([len(ids) for ids, _, _ in done]),
+            "prompt_lengths": torch.tensor([n for _, n, _ in done]),
+            "hidden": hidden,
+            "top_ids": top_ids,
+            "top_logs": top_logs,
+        }
+        save_file(tensors, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+
+class Sequences:
+    """All recorded sequences in memory: `ids[i]` [n], `hidden[i]` [n - 1, n_layers D] bfloat16, `top_ids[i]`, `top_logs[i]` [n - 1, TOP], `prompt_lengths[i]`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ids: list[Tensor] = []
+        self.hidden: list[Tensor] = []
+        self.top_ids: list[Tensor] = []
+        self.top_logs: list[Tensor] = []
+        self.prompt_lengths: list[int] = []
+        for path in sorted(folder.glob("shard-*.safetensors")):
+            shard = load_file(path)
+            lengths = shard["lengths"].tolist()
+            states = [n - 1 for n in lengths]
+            self.ids += [x.long() for x in shard["ids"].split(lengths)]
+            self.hidden += shard["hidden"].split(states)
+            self.top_ids += shard["top_ids"].split(states)
+            self.top_logs += shard["top_logs"].split(states)
+            self.prompt_lengths += shard["prompt_lengths"].tolist()
+        if not self.ids:
+            raise ValueError(f"{str(folder)!r} holds no shards")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def frequent_ids(self, count: int, always: Sequence[int], vocabulary: int) -> Tensor:
+        """The `count` ids with the most target probability in the data (sorted), the ones in `always` among them."""
+        mass = torch.zeros(vocabulary)
+        for ids, logs, start in zip(self.top_ids, self.top_logs, self.prompt_lengths):
+            mass.index_add_(0, ids[start - 1 :].flatten().long(), logs[start - 1 :].float().exp().flatten())
+        mass[list(always)] = float("inf")
+        return mass.topk(count).indices.sort().values
