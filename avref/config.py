@@ -1,4 +1,7 @@
-"""User-facing settings: `SamplingParams` per request and `SpeculativeConfig`, whose keys are those of vLLM's `--speculative-config`."""
+"""The settings a user gives: `SamplingParams` per request, and one `SpeculativeConfig`.
+
+The keys of `SpeculativeConfig` are those of vLLM's `--speculative-config`, and a few of our own.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,19 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number from {low}" + (f" to {high}" if high is not None else " on"))
+        raise ValueError(
+            f"{name} is {value!r}; it must be a whole number from {low}"
+            + (f" to {high}" if high is not None else " on")
+        )
 
 
 def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    inside = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and not (open_low and value == low)
+    inside = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and low <= value <= high
+        and not (open_low and value == low)
+    )
     if not inside:  # NaN compares false, so it lands here too
         raise ValueError(f"{name} is {value!r}; it must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
 
@@ -31,8 +42,9 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
 class SamplingParams:
     """How one request is sampled; names and meanings are vLLM's.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off (top-k first, then top-p on what is left); `seed` makes a request repeatable (None: from the LLM's seed
-    and the request's number); generation ends at EOS (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
+    temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off (top-k first, then top-p on what is left);
+    `seed` makes a request repeatable (None: from the LLM's seed and the request's number); generation ends at EOS
+    (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
     """
 
     temperature: float = 1.0
@@ -58,10 +70,13 @@ class SamplingParams:
 class SpeculativeConfig:
     """How tokens are drafted and how many of them are verified.
 
-    vLLM's keys: `method`, `model` (None: the drafter shipped for the default target), `num_speculative_tokens` (K), `draft_sample_method` ("probabilistic": x ~ q; "greedy": the
-    most likely token, one-hot q), `enable_adaptive_verification`. Ours: `confidence`, `feature` (a name in `features.FEATURES`), `budget_rule` (design: lookahead looks ahead
-    with what past steps taught, stale is vLLM's, early_stop DSpark's; retrospective leaks and is for teaching), `probe_interval` (every so many steps one request is verified at full
-    depth; 0 is off), `estimator` (keyword arguments of `OnlineAcceptanceEstimator`), `allow_lossy` (accept settings that bias the output).
+    vLLM's keys: `method`, `model` (None: the drafter shipped for the default target), `num_speculative_tokens` (K),
+    `draft_sample_method` ("probabilistic": x ~ q; "greedy": the most likely token, one-hot q),
+    `enable_adaptive_verification`. Ours: `confidence`, `feature` (a name in `features.FEATURES`), `budget_rule`
+    (design: lookahead looks ahead with what past steps taught, stale is vLLM's, early_stop DSpark's; retrospective
+    leaks and is for teaching), `probe_interval` (every so many steps one request is verified at full depth; 0 is
+    off), `estimator` (keyword arguments of `OnlineAcceptanceEstimator`), `allow_lossy` (accept settings that bias the
+    output).
     """
 
     method: str
@@ -92,13 +107,16 @@ class SpeculativeConfig:
         lossy += ["budget_rule='retrospective'"] if self.budget_rule == "retrospective" else []
         if lossy and not self.allow_lossy:
             raise ValueError(
-                f"{' and '.join(lossy)} would bias the output: the decision to verify a draft would depend on the drawn token. "
-                "Choose another, or pass allow_lossy=True for an experiment"
+                f"{' and '.join(lossy)} would bias the output: the decision to verify a draft would depend on the "
+                "drawn token. Choose another, or pass allow_lossy=True for an experiment"
             )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
-        """Check and convert a dictionary as vLLM's `--speculative-config` takes it; None stays None (plain decoding)."""
+        """Check and convert a dictionary as vLLM's `--speculative-config` takes it.
+
+        None stays None (plain decoding), and a `SpeculativeConfig` is returned as it is.
+        """
         if config is None or isinstance(config, cls):
             return config
         if not isinstance(config, Mapping):

@@ -51,8 +51,8 @@ class CostTable:
             raise ValueError("draft_ms must be finite and at least 0 everywhere: measure it again")
         if self.verify_ms.ndim == 2 and len(self.verify_ms) != len(self.draft_ms):
             raise ValueError(
-                f"draft_ms has {len(self.draft_ms)} rows and verify_ms {len(self.verify_ms)}: both need one for each number "
-                "of requests from 0 to the largest"
+                f"draft_ms has {len(self.draft_ms)} rows and verify_ms {len(self.verify_ms)}: both need one for every "
+                "number of requests from 0 to the largest"
             )
         rows = np.atleast_2d(self.verify_ms)  # [1 or R_max+1, T_max+1]
         used = rows[1:, 1:] if self.verify_ms.ndim == 2 else rows[:, 1:]
@@ -148,10 +148,14 @@ class CostTable:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table as JSON with a checksum, in one piece: a reader sees the old file or the new one."""
+        limits = [0, *self._limits] if self.verify_ms.ndim == 2 else self._limits
+        rows = zip(np.atleast_2d(self.verify_ms), limits, strict=True)
         content = {
             "metadata": self.metadata,
             "draft_ms": self.draft_ms.tolist(),
-            "verify_ms": [row[~np.isnan(row)].tolist() for row in np.atleast_2d(self.verify_ms)],
+            "verify_ms": [
+                np.nan_to_num(row[: limit + 1]).tolist() for row, limit in rows
+            ],  # NaN is not JSON: rows are cut
             "by_requests": self.verify_ms.ndim == 2,
             "max_tokens": self.max_tokens,
         }
@@ -183,7 +187,7 @@ class CostTable:
         if document.get("sha256") != _checksum(content):
             raise ValueError(f"{path} was altered after it was written, its checksum does not match: {advice}")
         width = content["max_tokens"] + 1
-        rows = [row + [np.nan] * (width - len(row)) for row in content["verify_ms"]]  # NaN is not JSON: rows are cut
+        rows = [row + [np.nan] * (width - len(row)) for row in content["verify_ms"]]
         return cls(content["draft_ms"], rows if content["by_requests"] else rows[0], metadata=content["metadata"])
 
 

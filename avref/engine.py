@@ -1,13 +1,13 @@
 """Continuous batching and one decode step of (adaptive) speculative decoding.
 
-`Engine.decode` is the whole method: draft, feature, confidence, survival, budget, allocate, verify, accept or reject, observe, refit. Running requests occupy the cache rows 0 .. R-1;
-when one finishes, the last row moves into its place. A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
+`Engine.decode` is the whole method: draft, feature, confidence, survival, budget, allocate, verify, accept or reject,
+observe, refit. Running requests occupy the cache rows 0 .. R-1; when one finishes, the last row moves into its place.
+A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from avref.estimator import OnlineAcceptanceEstimator
 from avref.features import FEATURES
 from avref.packed import Layout, PackedModel
 from avref.pruning import StaleSurvival, SurvivalProfile, allocate, choose_budget, survival
+from avref.stats import Stats, Stopwatch
 
 MAX_PREFILL_TOKENS = 4096  # longest packed prefill forward
 
@@ -49,7 +50,8 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
-        return min(self.params.max_tokens - len(self.output_ids), self.max_length - len(self.prompt_ids) - len(self.output_ids))
+        emitted = len(self.output_ids)
+        return min(self.params.max_tokens - emitted, self.max_length - len(self.prompt_ids) - emitted)
 
     def emit(self, tokens: Iterable[int]) -> int:
         """Append tokens up to the first stop token or the length limit; return how many were taken."""
@@ -66,77 +68,11 @@ class Request:
         return taken
 
 
-@dataclass
-class Stats:
-    """Counts and milliseconds since they were last reset. Positions: drafted, verified (admitted), graded (reached by the acceptance test), accepted."""
-
-    drafted_by_position: np.ndarray
-    verified_by_position: np.ndarray
-    graded_by_position: np.ndarray
-    accepted_by_position: np.ndarray
-    num_steps: int = 0  # decode steps = target decode forwards
-    num_request_steps: int = 0  # running requests, summed over decode steps
-    num_requests: int = 0  # requests prefilled; each emits its first token there
-    num_tokens: int = 0  # emitted, first tokens included
-    num_refits: int = 0
-    prefill_ms: float = 0.0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    sample_ms: float = 0.0
-    other_ms: float = 0.0
-    wall_s: float = 0.0
-
-    @classmethod
-    def zeros(cls, num_positions: int) -> Stats:
-        return cls(*(np.zeros(num_positions, dtype=np.int64) for _ in range(4)))
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens emitted per target decode forward, over all running requests."""
-        return (self.num_tokens - self.num_requests) / max(self.num_steps, 1)
-
-    @property
-    def tokens_per_request_step(self) -> float:
-        """Mean acceptance length: tokens emitted per request and decode step, the residual or bonus token included (1 without speculation)."""
-        return (self.num_tokens - self.num_requests) / max(self.num_request_steps, 1)
-
-
-class Stopwatch:
-    """Milliseconds by name between laps: the host clock on a CPU, CUDA events (no synchronisation until `read`) on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda, self.totals, self._events = device.type == "cuda", dict.fromkeys(("prefill", "draft", "verify", "sample", "other"), 0.0), []  # type: ignore[var-annotated]
-        self._last = self._now()
-
-    def _now(self):  # type: ignore[no-untyped-def]
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self._last = self._now()
-
-    def lap(self, name: str) -> None:
-        now = self._now()
-        if self.cuda:
-            self._events.append((name, self._last, now))
-        else:
-            self.totals[name] += (now - self._last) * 1e3
-        self._last = now
-
-    def read(self) -> dict[str, float]:
-        if self._events:
-            torch.cuda.synchronize()
-            for name, start, end in self._events:
-                self.totals[name] += start.elapsed_time(end)
-            self._events.clear()
-        return dict(self.totals)
-
-
 class Engine:
-    """Requests in, tokens out. Holds the target's cache, the drafter, and what adaptive verification learns (`estimator`, survival profile)."""
+    """Requests in, tokens out.
+
+    Holds the target's cache, the drafter, and what adaptive verification learns (`estimator`, survival profile).
+    """
 
     def __init__(
         self,
@@ -156,8 +92,10 @@ class Engine:
         self.running: list[Request] = []
         self.profile = SurvivalProfile()
         self.stale = StaleSurvival(self.num_positions) if self.num_positions else None
-        self.override: Callable[[int], int] | None = None  # profiling and controls: capacity -> admitted, for every request
-        self.on_finish: Callable[[int, Request], None] | None = None  # (cache row, request) before a finished request leaves its row
+        # for profiling and controls: a request's capacity -> its admitted drafts
+        self.override: Callable[[int], int] | None = None
+        # called with (cache row, request) before a finished request leaves its row
+        self.on_finish: Callable[[int, Request], None] | None = None
         self.watch = Stopwatch(target.device)
         self.stats = Stats.zeros(self.num_positions)
         self.step_count = 0
@@ -215,12 +153,14 @@ class Engine:
         prompts = [r.prompt_ids for r in entering]
         layout = Layout([0] * len(prompts), [len(p) for p in prompts], device, first_row)
         ids = torch.tensor(list(itertools.chain.from_iterable(prompts)), device=device)
-        logits, hidden = self.target.forward(ids, layout, layout.last, self.drafter.hidden_layers if self.drafter else ())
+        logits, hidden = self.target.forward(
+            ids, layout, layout.last, self.drafter.hidden_layers if self.drafter else ()
+        )
         uniforms = torch.stack([torch.rand(1, generator=r.generator) for r in entering])[:, 0].to(device)
         tokens = sampling.sample(sampling.probs(logits, *self._sampling_tensors(entering)), uniforms).tolist()
         if self.drafter:
             self.drafter.enter(layout, prompts, hidden)
-        for request, token in zip(entering, tokens):
+        for request, token in zip(entering, tokens, strict=True):
             request.emit([token])
         self.running += entering
         self.stats.num_requests += len(entering)
@@ -244,7 +184,7 @@ class Engine:
 
         features, admitted = self._admit(proposal, capacity, temperature)
         drafts = proposal.tokens.tolist() if proposal else [[]] * len(requests)
-        chunks = [[r.output_ids[-1], *d[:n]] for r, d, n in zip(requests, drafts, admitted)]
+        chunks = [[r.output_ids[-1], *d[:n]] for r, d, n in zip(requests, drafts, admitted, strict=True)]
         layout = Layout(lengths, [len(c) for c in chunks], device)
         ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=device)  # [T]
         self.watch.lap("other")
@@ -258,36 +198,48 @@ class Engine:
         if self.drafter:
             self.drafter.extend(layout, chunks, hidden, [n + 1 for n in accepted])
         graded_accepted, graded_verified = [], []
-        for request, row, n, m in zip(requests, tokens, accepted, admitted):
+        for request, row, n, m in zip(requests, tokens, accepted, admitted, strict=True):
             taken = request.emit(row[: n + 1])
             self.stats.num_tokens += taken
             graded_accepted.append(min(n, taken))  # nothing behind a stop token is graded
             graded_verified.append(min(m, taken) if taken <= n else m)
         if self.estimator is not None and features is not None:
-            self.estimator.observe(features, torch.tensor(graded_accepted, device=device), torch.tensor(graded_verified, device=device))
+            self.estimator.observe(
+                features, torch.tensor(graded_accepted, device=device), torch.tensor(graded_verified, device=device)
+            )
             self.stats.num_refits += bool(self.estimator.end_step())
         self._count(capacity, admitted, graded_accepted, graded_verified)
         self.step_count += 1
 
     def _capacity(self, request: Request) -> int:
-        """Drafts worth making: the step emits at most this many plus one, and none may pass what the drafter can address."""
+        """How many drafts are worth making for this request.
+
+        The step emits at most this many tokens plus one, and no draft may pass what the drafter can address.
+        """
         if self.drafter is None:
             return 0
         return max(0, min(self.num_positions, request.remaining - 1, self.drafter.max_length - 1 - request.num_cached))
 
-    def _draft(self, lengths: list[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor) -> DraftProposal | None:
+    def _draft(
+        self, lengths: list[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor
+    ) -> DraftProposal | None:
         if self.drafter is None or self.config is None or depth == 0:
             return None
         greedy = self.config.draft_sample_method == "greedy"
         return self.drafter.propose(lengths, pending, depth, temperature, uniforms[:, :depth], greedy)
 
-    def _admit(self, proposal: DraftProposal | None, capacity: list[int], temperature: Tensor) -> tuple[Tensor | None, list[int]]:
-        """Feature, confidence, survival, budget, allocation -> (features [R, K] or None, admitted drafts per request)."""
+    def _admit(
+        self, proposal: DraftProposal | None, capacity: list[int], temperature: Tensor
+    ) -> tuple[Tensor | None, list[int]]:
+        """Decide what to verify -> (features [R, K] or None, admitted drafts per request).
+
+        The chain is feature, confidence, survival, budget, allocation.
+        """
         if proposal is None:
             return None, [0] * len(capacity)
         if not self.adaptive and self.estimator is None:
             return None, [self.override(c) if self.override else c for c in capacity]
-        assert self.config is not None and self.estimator is not None and self.cost_table is not None and self.stale is not None
+        assert self.config is not None and self.estimator is not None and self.stale is not None
         feature = FEATURES[self.config.feature]
         drafted = feature.fn(proposal.logits, proposal.draft_ids, temperature[:, None])  # [R, depth]
         features = drafted.new_zeros(len(capacity), self.num_positions)
@@ -315,8 +267,10 @@ class Engine:
             return choose_budget(old, table, num_requests, rule="argmax", capacities=capacities)
         if rule == "retrospective":
             return choose_budget(live, table, num_requests, rule="argmax", capacities=capacities)
-        profile = self.profile.predict(int(capacities.sum())) if rule == "lookahead" else None
-        return choose_budget(live, table, num_requests, rule=rule, profile=profile, capacities=capacities)
+        if rule == "early_stop":
+            return choose_budget(live, table, num_requests, rule="early_stop", capacities=capacities)
+        profile = self.profile.predict(int(capacities.sum()))
+        return choose_budget(live, table, num_requests, rule="lookahead", profile=profile, capacities=capacities)
 
     def _accept(
         self,
@@ -369,6 +323,9 @@ class Engine:
         )
 
     def _uniforms(self, requests: Sequence[Request]) -> Tensor:
-        """[R, 2K + 2] fresh uniforms in [0, 1), one call per request: K to draft with, K to accept with, one for the residual or bonus token."""
+        """Fresh uniforms in [0, 1), [R, 2K + 2], one call per request.
+
+        K to draft with, K to accept with, one for the residual or bonus token.
+        """
         width = 2 * self.num_positions + 2
         return torch.stack([torch.rand(width, generator=r.generator) for r in requests]).to(self.target.device)

@@ -137,7 +137,7 @@ def _positive(logits: Tensor, temperature: Temperature) -> Tensor:
         return torch.where(given <= 0, torch.ones_like(given), given).expand(logits.shape[:-1])
     except RuntimeError:
         raise ValueError(
-            f"temperature of shape {tuple(given.shape)} does not broadcast to rows of shape {tuple(logits.shape[:-1])}; "
+            f"temperature of shape {tuple(given.shape)} does not broadcast to logits rows {tuple(logits.shape[:-1])}; "
             "for one temperature per request and K positions pass [R, 1]"
         ) from None
 

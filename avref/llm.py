@@ -14,14 +14,18 @@ from tqdm.auto import tqdm
 from avref import drafters, models
 from avref.config import SamplingParams, SpeculativeConfig
 from avref.cost_table import CostTable
-from avref.engine import Engine, Request, Stats
+from avref.engine import Engine, Request
 from avref.estimator import OnlineAcceptanceEstimator
 from avref.packed import PackedModel, check_parity
+from avref.stats import Stats
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion: token ids, text, and `finish_reason` "stop" (EOS or a stop token, which is the last id) or "length"."""
+    """One completion: its token ids, its text, and why it ended.
+
+    `finish_reason` is "stop" (EOS or a stop token, which is then the last id) or "length".
+    """
 
     token_ids: list[int]
     text: str
@@ -39,12 +43,15 @@ class RequestOutput:
 class LLM:
     """A target, optionally with a drafter, behind one `generate`.
 
-    model: "smollm2" (the default target), a local folder, a hub id, or a loaded Hugging Face causal LM (then pass `tokenizer`, unless prompts are token ids).
-    speculative_config: a dictionary as in vLLM (see `SpeculativeConfig`); None is plain decoding. device: None picks CUDA when there is one. dtype: "auto" is the fastest safe one.
-    max_num_seqs: R, requests running at once. max_model_len: prompt and output tokens of one request. cost_table: milliseconds of a step; None profiles this machine at the first
-    use (and keeps the result on disk). seed: for requests without one of their own.
+    model: "smollm2" (the default target), a local folder, a hub id, or a loaded Hugging Face causal LM (then pass
+    `tokenizer`, unless prompts are token ids). speculative_config: a dictionary as in vLLM (see `SpeculativeConfig`);
+    None is plain decoding. device: None picks CUDA when there is one. dtype: "auto" is the fastest safe one.
+    max_num_seqs: R, requests running at once. max_model_len: prompt and output tokens of one request. cost_table:
+    milliseconds of a step; None profiles this machine at the first use (and keeps the result on disk). seed: for
+    requests without one of their own.
 
-    Raises ValueError or RuntimeError, before any generation, for unknown settings, different tokenizers, and models that the packed forward does not reproduce.
+    Raises ValueError or RuntimeError, before any generation, for unknown settings, different tokenizers, and models
+    that the packed forward does not reproduce.
     """
 
     def __init__(
@@ -66,8 +73,16 @@ class LLM:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         named = isinstance(model, (str, Path))
         self.device = models.choose_device(device) if named else model.device
-        self.name = str(model) if named else str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
-        self.model = models.load_model(model, self.device, models.choose_dtype(dtype, self.device), **model_kwargs) if named else model.eval()
+        self.name = (
+            str(model)
+            if named
+            else str(getattr(model, "_avref_name", None) or model.config._name_or_path or type(model).__name__)
+        )
+        self.model = (
+            models.load_model(model, self.device, models.choose_dtype(dtype, self.device), **model_kwargs)
+            if named
+            else model.eval()
+        )
         self.dtype = self.model.dtype
         self.tokenizer = tokenizer if tokenizer is not None or not named else models.load_tokenizer(model)
         self.vocab_size = self.model.get_output_embeddings().weight.shape[0]
@@ -82,8 +97,12 @@ class LLM:
         adaptive = bool(self.config and self.config.enable_adaptive_verification)
         estimator = None
         if adaptive and self.config:
-            estimator = OnlineAcceptanceEstimator(self.config.num_speculative_tokens, **{"device": self.device, **self.config.estimator})
-        self.engine = Engine(target, drafter, self.config, max_num_seqs=max_num_seqs, estimator=estimator, cost_table=cost_table)
+            estimator = OnlineAcceptanceEstimator(
+                self.config.num_speculative_tokens, **{"device": self.device, **self.config.estimator}
+            )
+        self.engine = Engine(
+            target, drafter, self.config, max_num_seqs=max_num_seqs, estimator=estimator, cost_table=cost_table
+        )
 
     # ---- what users read ----
     @property
@@ -112,13 +131,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete every prompt; outputs come in the order of the prompts. One `SamplingParams` for all, or one per prompt.
+        """Complete every prompt; outputs come in the order of the prompts.
 
-        All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a token id outside the vocabulary.
+        `sampling_params` is one `SamplingParams` for all prompts, or one per prompt; None is `SamplingParams()`.
+        All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a
+        token id outside the vocabulary.
         """
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
-        requests = [self._request(ids, p) for ids, p in zip(prompt_ids, params)]
+        requests = [self._request(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
         engine = self.engine
         if engine.adaptive and engine.cost_table is None and requests:
             from avref.profiling import load_or_profile
@@ -140,12 +161,23 @@ class LLM:
         for name, ms in engine.watch.read().items():
             setattr(engine.stats, f"{name}_ms", ms)
         engine.stats.wall_s = time.perf_counter() - started
-        return [RequestOutput(r.prompt_ids, [CompletionOutput(r.output_ids, self._decode(r.output_ids), r.finish_reason or "")]) for r in requests]
+        return [
+            RequestOutput(
+                r.prompt_ids, [CompletionOutput(r.output_ids, self._decode(r.output_ids), r.finish_reason or "")]
+            )
+            for r in requests
+        ]
 
     def chat(
-        self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]], sampling_params: Any = None, use_tqdm: bool = False
+        self,
+        messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: Any = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """`generate` behind the tokenizer's chat template; each item is a user's message, or a list of {"role", "content"} messages."""
+        """`generate` behind the tokenizer's chat template.
+
+        Each item is a user's message, or a list of {"role", "content"} messages.
+        """
         return self.generate(self.chat_ids(messages), sampling_params, use_tqdm)
 
     def chat_ids(self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
@@ -153,7 +185,9 @@ class LLM:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate with plain text or token ids")
         conversations = [[{"role": "user", "content": m}] if isinstance(m, str) else list(m) for m in messages]
-        texts = [self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
+        texts = [
+            self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
+        ]
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
 
     def _encode(self, prompts: Any) -> list[list[int]]:
@@ -168,9 +202,13 @@ class LLM:
             if not ids:
                 raise ValueError(f"prompt {i} is empty; give at least one token")
             if not (0 <= min(ids) and max(ids) < self.vocab_size):
-                raise ValueError(f"prompt {i} holds token id {max(ids) if max(ids) >= self.vocab_size else min(ids)}; ids go from 0 to {self.vocab_size - 1}")
+                wrong = max(ids) if max(ids) >= self.vocab_size else min(ids)
+                raise ValueError(f"prompt {i} holds token id {wrong}; ids go from 0 to {self.vocab_size - 1}")
             if len(ids) >= self.max_model_len:
-                raise ValueError(f"prompt {i} has {len(ids)} tokens; max_model_len={self.max_model_len} leaves no room to generate. Shorten it or raise max_model_len")
+                raise ValueError(
+                    f"prompt {i} has {len(ids)} tokens; max_model_len={self.max_model_len} leaves no room to generate. "
+                    "Shorten it or raise max_model_len"
+                )
             encoded.append(ids)
         return encoded
 
@@ -191,7 +229,10 @@ class LLM:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _eos_ids(self) -> frozenset[int]:
-        configured = [getattr(getattr(self.model, "generation_config", None), "eos_token_id", None), self.model.config.eos_token_id]
+        configured = [
+            getattr(getattr(self.model, "generation_config", None), "eos_token_id", None),
+            self.model.config.eos_token_id,
+        ]
         configured += [getattr(self.tokenizer, "eos_token_id", None)]
         flat = [t for c in configured for t in (c if isinstance(c, (list, tuple)) else [c])]
         return frozenset(t for t in flat if t is not None)
@@ -199,5 +240,7 @@ class LLM:
     def _check_length(self, max_model_len: int) -> int:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and max_model_len > limit:
-            raise ValueError(f"max_model_len={max_model_len} is beyond the {limit} positions of {self.name}; pass at most {limit}")
+            raise ValueError(
+                f"max_model_len={max_model_len} is beyond the {limit} positions of {self.name}; pass at most {limit}"
+            )
         return max_model_len

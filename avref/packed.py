@@ -1,16 +1,19 @@
-"""Packed variable-length forward: many requests, a different number of tokens each, no padded token in any linear layer.
+"""Packed variable-length forward: many requests, a different number of tokens each, no padding in linear layers.
 
-All tokens of a step lie behind one another in one sequence `[1, T]`. Every linear layer therefore works on exactly T rows. Only attention must know which request a
-token belongs to: it reads that from a `Layout`, writes the new keys and values into the request's row of a `KVCache`, and makes one call per layer for all requests
-(queries padded to the longest chunk, keys to the longest context; both are masked, never computed in a linear layer). Rollback of a rejected draft is a shorter length: stale
-keys lie beyond every later query's position until they are overwritten.
+All tokens of a step lie behind one another in one sequence `[1, T]`. Every linear layer therefore works on exactly T
+rows. Only attention must know which request a token belongs to: it reads that from a `Layout`, writes the new keys
+and values into the request's row of a `KVCache`, and makes one call per layer for all requests (queries padded to the
+longest chunk, keys to the longest context; both are masked, never computed in a linear layer). Rollback of a rejected
+draft is a shorter length: stale keys lie beyond every later query's position until they are overwritten.
 
-The hook is transformers' `AttentionInterface`: an attention function registered by name receives unknown keyword arguments of the model call untouched. No mask function of that name
-is registered, so the model builds no mask of its own and `packed_attention` alone is responsible for causality; `check_parity` proves it at load time.
+The hook is transformers' `AttentionInterface`: an attention function registered by name receives unknown keyword
+arguments of the model call untouched. No mask function of that name is registered, so the model builds no mask of its
+own and `packed_attention` alone is responsible for causality; `check_parity` proves it at load time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,8 +30,8 @@ ATTENTION = "avref"
 class Layout:
     """Which request and which position each packed token belongs to.
 
-    `starts[r]` is the position of row r's first new token (its cached length), `counts[r] >= 1` the number of its new tokens; the R rows are consecutive cache rows from `first_row` on.
-    T = sum(counts).
+    `starts[r]` is the position of row r's first new token (its cached length), `counts[r] >= 1` the number of its new
+    tokens; the R rows are consecutive cache rows from `first_row` on. T = sum(counts).
     """
 
     def __init__(
@@ -52,7 +55,10 @@ class Layout:
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [R, 1, group * max_query, context]; query i of row r sits at position starts[r] + i and sees keys up to there."""
+        """Additive causal mask [R, 1, group * max_query, context].
+
+        Query i of row r sits at position starts[r] + i and sees keys up to there.
+        """
         key = (group, window, dtype)
         if key not in self._masks:
             query = self._starts[:, None, None] + torch.arange(self.max_query, device=self._starts.device)[:, None]
@@ -78,14 +84,20 @@ class Layout:
 
 
 class KVCache:
-    """Keys and values per layer, one row per running request: buffers [rows, length, H_kv, D], grown as needed up to `max_length`."""
+    """Keys and values per layer, one row per running request.
+
+    The buffers are [rows, length, H_kv, D], grown as needed up to `max_rows` and `max_length`.
+    """
 
     def __init__(self, max_rows: int, max_length: int) -> None:
         self.max_rows, self.max_length = max_rows, max_length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, layer: int, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [T, H_kv, D]; return those of the layout's rows up to its longest context, [R, context, H_kv, D] (views)."""
+        """Write keys and values [T, H_kv, D] and return those of the layout's rows.
+
+        What is returned reaches up to the longest context, [R, context, H_kv, D] each (views).
+        """
         keys, values = self._buffers(layer, layout, key, value)
         rows = layout.row + layout.first_row if layout.first_row else layout.row
         keys[rows, layout.position] = key
@@ -97,16 +109,20 @@ class KVCache:
         rows, length = layout.first_row + layout.num_rows, layout.context
         if rows > self.max_rows or length > self.max_length:
             raise ValueError(
-                f"the cache holds {self.max_rows} requests of {self.max_length} tokens; {rows} requests of {length} tokens were asked for"
+                f"the cache holds {self.max_rows} requests of {self.max_length} tokens; "
+                f"{rows} requests of {length} tokens were asked for"
             )
         old = self.layers.get(layer)
         if old is None or old[0].shape[0] < rows or old[0].shape[1] < length:
             have_rows, have_length = (0, 0) if old is None else old[0].shape[:2]
             new_rows = min(self.max_rows, max(rows, 2 * have_rows)) if rows > have_rows else have_rows
-            new_length = min(self.max_length, max(256, -(-length * 3 // 2 // 64) * 64)) if length > have_length else have_length
+            new_length = (
+                min(self.max_length, max(256, -(-length * 3 // 2 // 64) * 64)) if length > have_length else have_length
+            )
             grown = tuple(x.new_zeros(new_rows, new_length, *x.shape[1:]) for x in (key, value))
-            for new, buffer in zip(grown, old or ()):
-                new[:have_rows, :have_length] = buffer
+            if old is not None:
+                for new, buffer in zip(grown, old, strict=True):
+                    new[:have_rows, :have_length] = buffer
             self.layers[layer] = (grown[0], grown[1])
         return self.layers[layer]
 
@@ -118,7 +134,7 @@ class KVCache:
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: Any,  # the attention layer; `layer_idx` says which
     query: Tensor,  # [1, H, T, D]
     key: Tensor,  # [1, H_kv, T, D]
     value: Tensor,
@@ -130,9 +146,14 @@ def packed_attention(
     avref_batch: tuple[KVCache, Layout] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over each request's own cached context; signature as `AttentionInterface` asks for, returns ([1, T, H, D], None)."""
+    """Attention over each request's own cached context -> ([1, T, H, D], None).
+
+    The signature is the one that `AttentionInterface` asks for.
+    """
     if avref_batch is None or attention_mask is not None or kwargs.get("s_aux") is not None:
-        raise RuntimeError("packed attention serves packed forwards without a mask or attention sinks; this model needs another path")
+        raise RuntimeError(
+            "packed attention serves packed forwards without a mask or attention sinks; this model needs another path"
+        )
     cache, layout = avref_batch
     keys, values = cache.update(module.layer_idx, layout, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return attend(query[0].transpose(0, 1), keys, values, layout, scaling, sliding_window, softcap)[None], None
@@ -149,7 +170,8 @@ def attend(
 ) -> Tensor:
     """One attention call for all rows -> [T, H, D].
 
-    The G query heads that share a key head are folded into query rows ([R, H_kv, G q, D]): the same arithmetic as grouped-query attention, several times faster on a CPU.
+    The G query heads that share a key head are folded into query rows ([R, H_kv, G q, D]): the same arithmetic as
+    grouped-query attention, several times faster on a CPU.
     """
     kv_heads = keys.shape[2]
     group = query.shape[1] // kv_heads
@@ -180,7 +202,11 @@ class PackedModel:
     def forward(
         self, ids: Tensor, layout: Layout, logit_rows: Tensor | None = None, hidden_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """ids [T] -> logits [N, V] at the packed indices `logit_rows` [N] (None: all T), and the target's hidden states of `hidden_layers` side by side, [T, n D] (None when none is asked for)."""
+        """One forward over the packed tokens ids [T] -> (logits [N, V], hidden states [T, n D] or None).
+
+        The logits are those at the packed indices `logit_rows` [N] (None: all T). The hidden states are the model's at
+        the n `hidden_layers`, side by side; None when none is asked for.
+        """
         if self.model.config._attn_implementation != ATTENTION:
             self.model.set_attn_implementation(ATTENTION)
         out = self.model(
@@ -210,29 +236,36 @@ def plain_attention(model: Any) -> Iterator[Any]:
 def check_parity(model: Any) -> float:
     """Largest difference between packed and plain logits on two short prompts, relative to the spread of the logits.
 
-    The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError when the packed path does not reproduce the model (for instance
-    because its attention adds a position bias of its own): such a model would decode silently wrong.
+    The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError when the
+    packed path does not reproduce the model (for instance because its attention adds a position bias of its own):
+    such a model would decode silently wrong.
     """
     limits = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = [[(7 * i + 3) % vocabulary for i in range(9)], [(11 * i + 5) % vocabulary for i in range(6)]]
     with plain_attention(model):
         plain = [model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0] for ids in rows]
-    cached, rejected = [5, 3], 2  # a first forward writes these many tokens and two wrong drafts, which are then rolled back
+    cached, rejected = [5, 3], 2  # a first forward writes so many tokens and two wrong drafts, then rolled back
+    drafts = [ids[:n] + [1] * rejected for ids, n in zip(rows, cached, strict=True)]
+    rest = [ids[n:] for ids, n in zip(rows, cached, strict=True)]
+    expected = torch.cat([p[n:] for p, n in zip(plain, cached, strict=True)]).float()
+    if not bool(expected.isfinite().all()):
+        raise RuntimeError(
+            f"{type(model).__name__} gives NaN or infinite logits on a plain forward; check its weights and its dtype "
+            f"({model.dtype})"
+        )
     packed = PackedModel(model, len(rows), 16)
     try:
-        drafts = [ids[:n] + [1] * rejected for ids, n in zip(rows, cached)]
-        packed.forward(torch.tensor(sum(drafts, []), device=model.device), Layout([0, 0], [len(d) for d in drafts], model.device))
-        rest = [ids[n:] for ids, n in zip(rows, cached)]
-        logits, _ = packed.forward(torch.tensor(sum(rest, []), device=model.device), Layout(cached, [len(r) for r in rest], model.device))
+        for starts, chunks in (([0, 0], drafts), (cached, rest)):
+            ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=model.device)
+            logits, _ = packed.forward(ids, Layout(starts, [len(c) for c in chunks], model.device))
     except Exception as error:
         raise RuntimeError(f"{type(model).__name__} cannot run the packed forward: {error}") from error
-    expected = torch.cat([p[n:] for p, n in zip(plain, cached)]).float()
     difference = float((logits.float() - expected).abs().max() / expected.std().clamp_min(1e-6))
     limit = limits.get(model.dtype, 1e-4)
     if not difference <= limit:
         raise RuntimeError(
-            f"{type(model).__name__}: packed logits differ from the plain model's by {difference:.2g} of their spread (allowed {limit:g}). "
-            "Its attention does something the packed path does not know; it cannot be used here."
+            f"{type(model).__name__}: packed logits differ from the plain model's by {difference:.2g} of their spread "
+            f"(allowed {limit:g}). Its attention does something the packed path does not know; it cannot be used here."
         )
     return difference

@@ -68,7 +68,7 @@ def choose_budget(
     about the tail and the rule is early_stop. With no requests B is 0. Raises ValueError for NaN or values outside
     [0, 1], a row that rises, a wrong shape, an unknown rule, and batch shapes outside the cost table.
 
-    ``lookahead``, with B slots admitted, A = R + s_1 + ... + s_B, and the next survival s = s_{B+1}: the slots from there
+    ``lookahead``, with B slots admitted, A = R + s_1 + ... + s_B, and the next survival s = s_{B+1}: slots from here
     on are predicted as t_j = min(s, m_j * min(s / m_{B+1}, 4)), m the profile; the next slot is admitted when some end
     e > B has (A + t_{B+1} + ... + t_e) / step_ms(R + e) above ratio(B). It reads no live survival beyond s, which
     depends on admitted tokens only.

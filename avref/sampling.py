@@ -23,7 +23,9 @@ GREEDY_BELOW = 1e-5  # a temperature below this means greedy: p is one-hot at th
 # A nucleus counts as complete when its mass reaches top_p to within float32 rounding. Without this slack
 # [.5, .3, .1, .1] at top_p = .8 keeps two tokens or three, depending on how the logits of .5 and .3 were rounded.
 ROUNDING = 1e-6
-_CPU_PASS, _DEVICE_PASS = 2**18, 2**26  # elements handled at a time: on a CPU, temporaries of 1 MB stay in its cache
+_CPU_PASS, _DEVICE_PASS = 2**18, 2**26  # elements worked on at a time; 1 MB of float32 stays in a CPU's cache
+_SHIFT = 20  # without these, the bits of a float32 are its exponent and the first 3 of its fraction
+_NUM_BUCKETS = (0x3F800000 >> _SHIFT) + 1  # the bits of 1.0, the largest probability
 
 
 class Verdict(NamedTuple):
@@ -203,19 +205,19 @@ def _probs(logits: Tensor, settings: _Settings) -> Tensor:
 def _cut_p(p: Tensor, settings: _Settings) -> Tensor:
     """p [n, V] with 0 outside the nucleus: after the tokens of higher p, or of equal p and lower id, that reach top_p.
 
-    Sorting a whole vocabulary takes 20 times as long as what is done here: add up the mass by the leading 16 bits of p
+    Sorting a whole vocabulary takes 20 times as long as what is done here: add up the mass by the leading bits of p
     (positive floats are ordered like the integers with the same bits) and sort only where the limit is crossed.
     """
     limit = settings.mass_limit() * p.sum(-1, dtype=torch.float64)
-    limit = limit.clamp(min=torch.finfo(p.dtype).tiny)  # the best token stays
-    bucket = p.view(torch.int32) >> 16  # [n, V]; 1.0 is the largest value
-    by_bucket = torch.zeros(len(p), (0x3F800000 >> 16) + 1, dtype=torch.float64, device=p.device)
+    limit = limit.clamp(min=0.5 / p.shape[1])  # any limit below the best token's mass, at least 1 / V, keeps just that
+    bucket = p.view(torch.int32) >> _SHIFT  # [n, V]
+    by_bucket = torch.zeros(len(p), _NUM_BUCKETS, dtype=torch.float64, device=p.device)
     up_to = by_bucket.scatter_add_(1, bucket.long(), p.double()).cumsum(-1)  # [n, buckets], ascending p
     total = up_to[:, -1]
     crossed = torch.searchsorted(up_to, (total - limit)[:, None], right=True)  # [n, 1]; all buckets above it stay
     above = total - up_to.gather(1, crossed).squeeze(1)  # [n]
     crossed = crossed.int()
-    out = torch.ge(p, (crossed << 16).view(torch.float32), out=torch.empty_like(p)).mul_(p)
+    out = torch.ge(p, (crossed << _SHIFT).view(torch.float32), out=torch.empty_like(p)).mul_(p)
 
     row, token = (bucket == crossed).nonzero(as_tuple=True)  # [m], [m], in the order of rows, then ids
     order = p[row, token].sort(descending=True, stable=True).indices
@@ -281,7 +283,8 @@ def _first_above(weights: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _passes(num_rows: int, logits: Tensor) -> Iterator[slice]:
-    step = max(1, (_CPU_PASS if logits.device.type == "cpu" else _DEVICE_PASS) // max(1, logits.shape[1]))
+    elements = _CPU_PASS if logits.device.type == "cpu" else _DEVICE_PASS
+    step = max(1, elements // max(logits.shape[1], _NUM_BUCKETS))
     return (slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))
 
 

@@ -18,11 +18,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from avref.cost_table import CostTable
 from avref.estimator import OnlineAcceptanceEstimator
+from avref.pruning import allocate, choose_budget, survival
 
 KINDS = ("steady", "drifting", "flipping")
 TRUE_SLOPE = 0.5
@@ -44,7 +47,7 @@ class DampingHistory:
     """A run: the estimate in force during each round, the truth at each step, and what the gap between them costs."""
 
     edges: Tensor  # [rounds + 1], the decode steps between which the rounds lie
-    slope: Tensor  # [rounds]
+    slope: Tensor  # [rounds], or [rounds, K] when not shared
     intercepts: Tensor  # [rounds, K]
     true_slope: float
     true_intercepts: Tensor  # [steps, K]
@@ -83,6 +86,7 @@ def simulate_damping(
     damping: float = 50.0,
     refit_interval: int = 100,
     step: str = "self_concordant",
+    shared_slope: bool = True,
     traffic: str = "steady",
     num_steps: int = 2400,
     num_requests: int = 8,
@@ -93,7 +97,9 @@ def simulate_damping(
 
     Raises ValueError for settings that `OnlineAcceptanceEstimator` or `make_traffic` refuses, or when no round fits.
     """
-    estimator = OnlineAcceptanceEstimator(num_positions, damping=damping, refit_interval=refit_interval, step=step)
+    estimator = OnlineAcceptanceEstimator(
+        num_positions, damping=damping, refit_interval=refit_interval, step=step, shared_slope=shared_slope
+    )
     num_rounds = num_steps // refit_interval
     if num_rounds < 1:
         raise ValueError(f"refit_interval is {refit_interval}; expected at most num_steps={num_steps}")
@@ -109,7 +115,7 @@ def simulate_damping(
         rows.append((estimator.slope, estimator.intercepts, estimator.sums[-1]))
         estimator.refit()
     slope, intercepts, graded = (torch.stack(column) for column in zip(*rows, strict=True))
-    estimate = slope[:, None, None] * features + intercepts[:, None]  # [rounds, N R, K] log-odds
+    estimate = slope.view(num_rounds, 1, -1) * features + intercepts[:, None]  # [rounds, N R, K] log-odds
     truth = data.log_odds[:used].view_as(features)
     return DampingHistory(
         edges=torch.arange(num_rounds + 1) * refit_interval,
@@ -121,7 +127,7 @@ def simulate_damping(
         num_graded=graded,
         traffic=traffic,
         step=step,
-        label=f"{traffic} traffic, {step}, constant {damping:g}, a refit every {refit_interval} steps",
+        label=f"{traffic}, C = {damping:g}, refit every {refit_interval} steps",
     )
 
 
@@ -130,3 +136,40 @@ def _excess_log_loss(estimate: Tensor, truth: Tensor, accepted: Tensor) -> Tenso
     divergence = truth.sigmoid() * (truth - estimate) - softplus(truth) + softplus(estimate)
     graded = torch.arange(truth.shape[-1]) <= accepted[..., None]  # everything is verified
     return (divergence * graded).sum(dim=(1, 2)) / graded.sum(dim=(1, 2))
+
+
+@dataclass(frozen=True)
+class StarvationHistory:
+    """Drafts verified at each step, probes left out, and the acceptance rate that the traffic had."""
+
+    budgets: Tensor  # [steps]
+    acceptance: Tensor  # [steps]
+    num_requests: int
+    num_positions: int
+    probe_interval: int
+
+
+def simulate_starvation(probe_interval: int, *, num_steps: int = 2800, seed: int = 0) -> StarvationHistory:
+    """Adaptive verification through an outage: 95 % of drafts accepted, 2 % from step 300 to 1,300, 95 % again.
+
+    R = 4 requests, K = 3 positions, a step of n tokens costs 1 + 0.08 n. The budget stops at the first draft that does
+    not pay (rule `early_stop`). Every `probe_interval` steps (0: never) one request is verified at full depth.
+    """
+    num_requests, num_positions, generator = 4, 3, torch.Generator().manual_seed(seed)
+    costs = CostTable(np.zeros(num_requests + 1), 1 + 0.08 * np.arange(num_requests * (num_positions + 1) + 1))
+    estimator = OnlineAcceptanceEstimator(num_positions)
+    step = torch.arange(num_steps)
+    acceptance = torch.where((step < 300) | (step >= 1300), 0.95, 0.02)
+    features = torch.randn(num_steps, num_requests, num_positions, generator=generator)
+    accept = torch.rand(features.shape, generator=generator) < acceptance[:, None, None]
+    runs = accept.long().cumprod(dim=-1).sum(dim=-1)  # [steps, R], drafts accepted when all are verified
+    budgets = []
+    for now, f in enumerate(features):
+        survivals = survival(estimator.predict(f))  # [R, K]
+        budgets.append(choose_budget(survivals, costs, num_requests, rule="early_stop"))
+        verified = allocate(survivals, budgets[-1])  # [R]
+        if probe_interval and now % probe_interval == 0:
+            verified[now // probe_interval % num_requests] = num_positions
+        estimator.observe(f, torch.minimum(runs[now], verified), verified)
+        estimator.end_step()
+    return StarvationHistory(torch.tensor(budgets), acceptance, num_requests, num_positions, probe_interval)

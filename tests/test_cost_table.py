@@ -187,6 +187,13 @@ def test_a_saved_table_comes_back_bit_for_bit(tmp_path, by_requests):
     assert [file.name for file in path.parent.iterdir()] == ["costs.json"]
 
 
+def test_entries_that_are_never_looked_up_may_be_anything_in_a_file_too(tmp_path):
+    table = CostTable([0, 0.5, 0.5], [[np.nan] * 4, [np.nan, 1, 2, np.nan], [np.nan, 1, 3, 4]])
+    table.save(tmp_path / "costs.json")
+    loaded = CostTable.load(tmp_path / "costs.json")
+    np.testing.assert_array_equal(loaded.verify_ms[1:, 1:], table.verify_ms[1:, 1:])
+
+
 def test_damaged_files_are_refused_by_name(tmp_path):
     path = tmp_path / "costs.json"
     CostTable([0, 1.5], [0, 1, 2, 3]).save(path)

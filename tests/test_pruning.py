@@ -364,8 +364,8 @@ def test_simulated_policies_on_the_published_staircase(num_requests, mean, steps
 @pytest.mark.parametrize(
     ("num_requests", "mean", "steps", "expected"),
     [
-        (1, 0.45, 2500, (0.85, 1.06, 1.06, 1.06)),
-        (1, 0.7, 2500, (0.88, 1.03, 1.03, 1.03)),
+        (1, 0.45, 1200, (0.85, 1.06, 1.06, 1.06)),
+        (1, 0.7, 1200, (0.88, 1.03, 1.03, 1.03)),
         (16, 0.45, 500, (1.21, 1.25, 1.25, 1.25)),
         (16, 0.7, 500, (1.22, 1.26, 1.26, 1.26)),
     ],

@@ -17,8 +17,9 @@ from avref.packed import Layout
 class DraftProposal:
     """K drafted tokens for each of R requests.
 
-    q is the distribution that the tokens were really drawn from, over the drafter's own vocabulary of V_d ids; `vocab_ids` [V_d] gives their ids in the target's vocabulary (None:
-    the same ids). q None means one-hot. `logits` are what features read, before the temperature.
+    q is the distribution that the tokens were really drawn from, over the drafter's own vocabulary of V_d ids;
+    `vocab_ids` [V_d] gives their ids in the target's vocabulary (None: the same ids). q None means one-hot. `logits`
+    are what features read, before the temperature.
     """
 
     tokens: Tensor  # [R, K] target ids
@@ -30,33 +31,53 @@ class DraftProposal:
 
 
 class Drafter(Protocol):
-    """Cache rows are the engine's: running request r owns row r. `hidden_layers` names the target's hidden states that `extend` wants."""
+    """What the engine asks of a drafter.
+
+    Cache rows are the engine's: running request r owns row r. `hidden_layers` names the target's hidden states that
+    `enter` and `extend` want.
+    """
 
     hidden_layers: tuple[int, ...]
     max_length: int  # longest sequence, in tokens, that it can draft for
     max_depth: int  # most positions it was made for
 
     def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
-        """New requests have entered: the target has processed their prompts `tokens`; `hidden` [T, n D] are its states there."""
+        """New requests have entered.
 
-    def extend(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]) -> None:
-        """The target has processed each running request's chunk; the first `kept[r]` tokens of chunk r are final, the rest were rejected."""
+        The target has processed their prompts `tokens`; `hidden` [T, n D] are its states there.
+        """
 
-    def propose(self, lengths: Sequence[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor, greedy: bool) -> DraftProposal:
-        """Draft `depth` tokens behind `pending` [R], each request's newest token, which sits at position lengths[r]; uniforms [R, depth] in [0, 1)."""
+    def extend(
+        self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
+    ) -> None:
+        """The target has processed each running request's chunk.
+
+        The first `kept[r]` tokens of chunk r are final, the rest were rejected.
+        """
+
+    def propose(
+        self, lengths: Sequence[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor, greedy: bool
+    ) -> DraftProposal:
+        """Draft `depth` tokens behind `pending` [R], each request's newest token.
+
+        Request r's newest token sits at position lengths[r]; uniforms [R, depth] in [0, 1) decide the draws.
+        """
 
     def move(self, source: int, target: int) -> None:
         """Copy a request's state from row `source` to row `target`."""
 
 
 def draw(logits: Tensor, temperature: Tensor, uniforms: Tensor, greedy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Draw one token per row of logits [N, V_d] -> (ids [N], q [N, V_d] or None when one-hot, q of the drawn token [N]).
+    """Draw one token per row of logits [N, V_d].
 
-    q is the temperature-only softmax (greedy requests: one-hot at the argmax), one float32 tensor for drawing, for the acceptance ratio and for the residual.
+    Returns (ids [N], q [N, V_d] or None when it is one-hot, q of the drawn token [N]). q is the temperature-only softmax (greedy requests: one-hot at the argmax), one float32 tensor for drawing, for
+    the acceptance ratio and for the residual.
     """
     if greedy:
         ids = logits.argmax(dim=-1)
         return ids, None, torch.ones_like(uniforms)
-    q = sampling.probs(logits, temperature, torch.zeros_like(temperature, dtype=torch.long), torch.ones_like(temperature))
+    q = sampling.probs(
+        logits, temperature, torch.zeros_like(temperature, dtype=torch.long), torch.ones_like(temperature)
+    )
     ids = sampling.sample(q, uniforms)
     return ids, q, q.gather(-1, ids[:, None]).squeeze(-1)

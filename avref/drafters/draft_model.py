@@ -1,7 +1,8 @@
-"""A smaller causal LM with the same tokenizer drafts token by token (Leviathan et al. 2023; Chen et al. 2023), batched and packed like the target.
+"""A smaller causal LM with the same tokenizer drafts token by token (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft cache follows the target's: tokens that the target kept stay, the rest is overwritten. After a full acceptance the last draft was never fed to the drafter, so it
-waits in `backlog` and enters together with the next pending token; a step that drafts nothing just makes the backlog longer.
+Its forwards are batched and packed like the target's. The draft cache follows the target's: tokens that the target kept stay, the rest is overwritten. After a full
+acceptance the last draft was never fed to the drafter, so it waits in `backlog` and enters together with the next
+pending token; a step that drafts nothing just makes the backlog longer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class DraftModel:
     @classmethod
     def load(cls, config: SpeculativeConfig, llm: LLM, max_rows: int) -> DraftModel:
         if config.model is None:
-            raise ValueError("method 'draft_model' needs speculative_config['model']: a local folder or a hub id of a smaller model with the target's tokenizer")
+            raise ValueError(
+                "method 'draft_model' needs speculative_config['model']: "
+                "a local folder or a hub id of a smaller model with the target's tokenizer"
+            )
         model = config.model
         if isinstance(model, torch.nn.Module):
             model = model.eval()
@@ -58,8 +62,10 @@ class DraftModel:
         for row, chunk in enumerate(chunks, start=layout.first_row):
             self.cached[row], self.backlog[row], self.fed[row] = len(chunk), [], 0
 
-    def extend(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]) -> None:
-        for row, (ids, n) in enumerate(zip(tokens, kept)):
+    def extend(
+        self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
+    ) -> None:
+        for row, (ids, n) in enumerate(zip(tokens, kept, strict=True)):
             in_cache = min(n, self.fed[row])
             self.cached[row] += in_cache
             self.backlog[row] += ids[in_cache:n]
@@ -70,12 +76,18 @@ class DraftModel:
         self.cached[target], self.fed[target] = self.cached[source], self.fed[source]
         self.backlog[target] = list(self.backlog[source])
 
-    def propose(self, lengths: Sequence[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor, greedy: bool) -> DraftProposal:
+    def propose(
+        self, lengths: Sequence[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor, greedy: bool
+    ) -> DraftProposal:
         rows, last = len(lengths), self.max_length - 1
-        alive = [n < last for n in lengths]  # a request at the drafter's last position gets no drafts; its row computes something harmless
+        # a request at the drafter's last position gets no drafts; its row computes something harmless
+        alive = [n < last for n in lengths]
         chunks = [[*self.backlog[r], t] if alive[r] else [t] for r, t in enumerate(pending.tolist())]
         starts = [self.cached[r] if alive[r] else last for r in range(rows)]
-        ids, logits, qs, drawn = [], [], [], []
+        ids: list[Tensor] = []
+        logits: list[Tensor] = []
+        qs: list[Tensor | None] = []
+        drawn: list[Tensor] = []
         for k in range(depth):
             packed = self._packed(chunks) if k == 0 else ids[-1]
             layout = Layout(starts, [len(c) for c in chunks] if k == 0 else [1] * rows, self.model.device)

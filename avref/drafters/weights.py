@@ -1,4 +1,7 @@
-"""Trained drafters on disk: a folder with `config.json` and `model.safetensors` (and a card); shipped ones lie in `avref/weights/`."""
+"""Trained drafters on disk: a folder with `config.json` and `model.safetensors` (and a card).
+
+Those that ship with the package lie in `avref/weights/`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ SHIPPED = Path(__file__).parent.parent / "weights"
 def save(model: Any, folder: Path, method: str, target: str) -> None:
     """Write a drafter's configuration and bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {k: (v.bfloat16() if v.is_floating_point() else v.int()).contiguous() for k, v in model.state_dict().items()}
+    tensors = {
+        k: (v.bfloat16() if v.is_floating_point() else v.int()).contiguous() for k, v in model.state_dict().items()
+    }
     config = {"method": method, "target": target, **asdict(model.config)}
     save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
     (folder / "model.safetensors.part").replace(folder / "model.safetensors")
@@ -34,11 +39,17 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
     """The drafter in the folder `config.model`, or the one shipped for the default target."""
     method = config.method
     folder = Path(config.model) if config.model is not None else SHIPPED / f"{method}-{DEFAULT_TARGET}"
-    if config.model is None and DEFAULT_TARGET not in llm.name:
-        raise ValueError(f"no {method} drafter is shipped for {llm.name!r}, only for {DEFAULT_TARGET!r}; pass speculative_config['model'] or train one: python -m avref train {method}")
+    if config.model is None and llm.name != DEFAULT_TARGET:
+        raise ValueError(
+            f"no {method} drafter is shipped for {llm.name!r}, only for {DEFAULT_TARGET!r}; "
+            f"pass speculative_config['model'] or train one: python -m avref train {method}"
+        )
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise ValueError(f"{str(folder)!r} is no {method} drafter: it holds no {name}; train one with: python -m avref train {method}")
+            raise ValueError(
+                f"{str(folder)!r} is no {method} drafter: it holds no {name}; "
+                f"train one with: python -m avref train {method}"
+            )
     try:
         stored = json.loads((folder / "config.json").read_text())
         if stored.pop("method", None) != method:
@@ -50,5 +61,7 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
         model.load_state_dict({k: v.float() if v.is_floating_point() else v.long() for k, v in tensors.items()})
     except (json.JSONDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise RuntimeError(f"the drafter in {str(folder)!r} is damaged or of another version: {first}; fetch or train it again") from error
+        raise RuntimeError(
+            f"the drafter in {str(folder)!r} is damaged or of another version: {first}; fetch or train it again"
+        ) from error
     return model.to(torch.float32)

@@ -1,12 +1,13 @@
 """Training data: the target's own samples with its hidden states, recorded while it decodes.
 
-One shard per group of prompts: token ids, where the answer starts, the target's hidden states of the drafter's layers, and at every position the target's most likely next tokens. The
-engine that serves is the engine that records: `Recorder` sits where a drafter would and never drafts.
+One shard per group of prompts: token ids, where the answer starts, the target's hidden states of the drafter's
+layers, and at every position the target's most likely next tokens. The engine that serves is the engine that records:
+`Recorder` sits where a drafter would and never drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ TOP = 128  # target probabilities kept per position; the rest is folded into the
 
 
 class Recorder:
-    """Keeps the target's hidden states of every running request; implements the drafter protocol with no drafts at all."""
+    """Keeps the target's hidden states of every running request; a drafter that makes no drafts."""
 
     max_length = max_depth = 0
 
@@ -36,7 +37,9 @@ class Recorder:
         for row, states in enumerate(hidden.split([len(t) for t in tokens]), start=layout.first_row):
             self.rows[row] = [states.bfloat16()]
 
-    def extend(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]) -> None:
+    def extend(
+        self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
+    ) -> None:
         assert hidden is not None
         for row, state in enumerate(hidden.bfloat16()):
             self.rows[row].append(state[None])
@@ -45,8 +48,13 @@ class Recorder:
         self.rows[target] = self.rows[source]
 
 
-def collect(llm: Any, recorder: Recorder, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[tuple[list[int], int, Tensor]]:
-    """Sample one answer per prompt -> (ids, prompt length, hidden [len(ids) - 1, n D]) per request, in order of finishing."""
+def collect(
+    llm: Any, recorder: Recorder, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[tuple[list[int], int, Tensor]]:
+    """Sample one answer per prompt -> (ids, prompt length, hidden [len(ids) - 1, n D]) for each.
+
+    Requests come in the order in which they finish, not in the order of the prompts.
+    """
     done: list[tuple[list[int], int, Tensor]] = []
 
     def keep(row: int, request: Request) -> None:
@@ -60,7 +68,10 @@ def collect(llm: Any, recorder: Recorder, prompts: Sequence[Sequence[int]], para
 
 @torch.inference_mode()
 def label(model: Any, final_hidden: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
-    """The target's `TOP` most likely next tokens at every position: ids [N, TOP] and log-probabilities [N, TOP], from its final hidden states [N, D]."""
+    """The target's `TOP` most likely next tokens at every position, from its final hidden states [N, D].
+
+    Returns ids [N, TOP] and log-probabilities [N, TOP].
+    """
     ids, logs = [], []
     for part in final_hidden.split(chunk):
         logits = model.get_output_embeddings()(part.to(model.dtype)).float()
@@ -70,41 +81,52 @@ def label(model: Any, final_hidden: Tensor, chunk: int = 512) -> tuple[Tensor, T
     return torch.cat(ids), torch.cat(logs)
 
 
-def build_shards(llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams, folder: Path, worker: tuple[int, int] = (0, 1), per_shard: int = 128) -> None:
-    """Write the shards that are missing (of `worker` i of n, every n-th); a run that was stopped loses at most the shard in progress."""
-    folder.mkdir(parents=True, exist_ok=True)
+def record(llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams) -> dict[str, Tensor]:
+    """Sample one answer per prompt and return a shard: everything laid end to end, in order of finishing.
+
+    ids [sum n], lengths [N], prompt_lengths [N], hidden [sum (n - 1), n_layers D] bfloat16, and the target's most
+    likely next tokens at every state, top_ids and top_logs [sum (n - 1), TOP].
+    """
+    done = collect(llm, recorder, llm.chat_ids(prompts), params)
+    hidden = torch.cat([h for _, _, h in done])
     width = llm.model.config.get_text_config().hidden_size
-    shards = list(enumerate(range(0, len(prompts), per_shard)))[worker[0] :: worker[1]]
-    for number, start in tqdm(shards, desc="sampling", unit="shard"):
+    top_ids, top_logs = label(llm.model, hidden[:, -width:])
+    return {
+        "ids": torch.tensor([t for ids, _, _ in done for t in ids], dtype=torch.int32),
+        "lengths": torch.tensor([len(ids) for ids, _, _ in done]),
+        "prompt_lengths": torch.tensor([n for _, n, _ in done]),
+        "hidden": hidden,
+        "top_ids": top_ids,
+        "top_logs": top_logs,
+    }
+
+
+def build_shards(
+    llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams, folder: Path, per_shard: int = 128
+) -> None:
+    """Write the shards that are missing; a run that was stopped loses at most the shard in progress."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(tqdm(range(0, len(prompts), per_shard), desc="sampling", unit="shard")):
         path = folder / f"shard-{number:03d}.safetensors"
-        if path.is_file():
-            continue
-        done = collect(llm, recorder, llm.chat_ids(prompts[start : start + per_shard]), params)
-        hidden = torch.cat([h for _, _, h in done])
-        top_ids, top_logs = label(llm.model, hidden[:, -width:])
-        tensors = {
-            "ids": torch.tensor([t for ids, _, _ in done for t in ids], dtype=torch.int32),
-            "lengths": torch.tensor([len(ids) for ids, _, _ in done]),
-            "prompt_lengths": torch.tensor([n for _, n, _ in done]),
-            "hidden": hidden,
-            "top_ids": top_ids,
-            "top_logs": top_logs,
-        }
-        save_file(tensors, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
+        if not path.is_file():
+            save_file(record(llm, recorder, prompts[start : start + per_shard], params), path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)
 
 
 class Sequences:
-    """All recorded sequences in memory: `ids[i]` [n], `hidden[i]` [n - 1, n_layers D] bfloat16, `top_ids[i]`, `top_logs[i]` [n - 1, TOP], `prompt_lengths[i]`."""
+    """Recorded sequences in memory.
 
-    def __init__(self, folder: Path) -> None:
+    Sequence i has `ids[i]` [n], `hidden[i]` [n - 1, n_layers D] bfloat16, `top_ids[i]` and `top_logs[i]`
+    [n - 1, TOP], and its answer starts at `prompt_lengths[i]`.
+    """
+
+    def __init__(self, shards: Iterable[Mapping[str, Tensor]]) -> None:
         self.ids: list[Tensor] = []
         self.hidden: list[Tensor] = []
         self.top_ids: list[Tensor] = []
         self.top_logs: list[Tensor] = []
         self.prompt_lengths: list[int] = []
-        for path in sorted(folder.glob("shard-*.safetensors")):
-            shard = load_file(path)
+        for shard in shards:
             lengths = shard["lengths"].tolist()
             states = [n - 1 for n in lengths]
             self.ids += [x.long() for x in shard["ids"].split(lengths)]
@@ -113,7 +135,12 @@ class Sequences:
             self.top_logs += shard["top_logs"].split(states)
             self.prompt_lengths += shard["prompt_lengths"].tolist()
         if not self.ids:
-            raise ValueError(f"{str(folder)!r} holds no shards")
+            raise ValueError("no recorded sequences: sample some first")
+
+    @classmethod
+    def load(cls, folder: Path) -> Sequences:
+        """All shards in a folder."""
+        return cls(load_file(path) for path in sorted(folder.glob("shard-*.safetensors")))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -121,7 +148,7 @@ class Sequences:
     def frequent_ids(self, count: int, always: Sequence[int], vocabulary: int) -> Tensor:
         """The `count` ids with the most target probability in the data (sorted), the ones in `always` among them."""
         mass = torch.zeros(vocabulary)
-        for ids, logs, start in zip(self.top_ids, self.top_logs, self.prompt_lengths):
+        for ids, logs, start in zip(self.top_ids, self.top_logs, self.prompt_lengths, strict=True):
             mass.index_add_(0, ids[start - 1 :].flatten().long(), logs[start - 1 :].float().exp().flatten())
         mass[list(always)] = float("inf")
         return mass.topk(count).indices.sort().values

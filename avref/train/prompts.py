@@ -33,20 +33,27 @@ def _list(rng: random.Random) -> str:
 
 
 MADE: dict[str, Callable[[random.Random], str]] = {
-    "small": _number(2, 13), "mid": _number(13, 100), "big": _number(100, 5000),
-    "pct": _number(5, 95, 5), "year": _number(1890, 2025),
+    "small": _number(2, 13),
+    "mid": _number(13, 100),
+    "big": _number(100, 5000),
+    "pct": _number(5, 95, 5),
+    "year": _number(1890, 2025),
     "price": lambda rng: f"{rng.randint(1, 60)}.{rng.randrange(0, 100, 5):02d}",
     "clock": lambda rng: f"{rng.randint(6, 21)}:{rng.randrange(0, 60, 5):02d}",
     "date": lambda rng: f"{rng.randint(1, 28)} {rng.choice(['January', 'March', 'April', 'July', 'October'])}",
     "email": lambda rng: _join("@", ["name", "animal"], rng).lower() + ".example",
     "code": lambda rng: f"{rng.choice('ABCDEFGH')}{rng.choice('KLMNPQ')}-{rng.randint(100, 9999)}",
     "nums": lambda rng: ", ".join(str(rng.randint(1, 300)) for _ in range(rng.randint(4, 9))),
-    "op": lambda rng: rng.choice("+-"), "list": _list, "rows": _table,
+    "op": lambda rng: rng.choice("+-"),
+    "list": _list,
+    "rows": _table,
     "para": lambda rng: " ".join(_fill(text, rng) for text in rng.sample(WORDS["sentence"], rng.randint(2, 5))),
 }
 
-TEMPLATES = {kind: split_entries(text) for kind, text in {
-    "low_entropy": r"""
+TEMPLATES = {
+    kind: split_entries(text)
+    for kind, text in {
+        "low_entropy": r"""
 Replace "{name}" with "{name2}": {name} told me that {name} would be in {town} by {clock}, and {name} was right.
 Answer from the note. Note: {name} parks at {code}, {name2} parks at {code2}. Where does {name2} park?
 Add a full stop and capitals where needed: we saw {name} in {town} on {day} she had {small} {things}
@@ -67,7 +74,7 @@ Give the list in reverse order: {list} || Copy this without any change: {para} |
 Print the second line only:\n{rows} || Number the following items: {list} || {rows}\n\nShow the first column.
 Turn into bullet points: {list}
 """,
-    "math": r"""
+        "math": r"""
 {name} buys {small} {things} at {price} each and {small2} {things2} at {price2} each. What is the total bill?
 The {job} shares {big} {things} equally among {small} friends. How many does each get and how many remain?
 {name} reads {mid} pages on {day}, twice as many the next day, then {small}. How many pages in total?
@@ -99,7 +106,7 @@ A train goes {big} km in {small} hours. What is its speed?
 On {day} {name} drives {mid} km, on {day2} {mid2} km and on {day3} half of that total. The car uses {small} litres \
 per 100 km. How much fuel is used?
 """,
-    "code": r"""
+        "code": r"""
 Build a {app} in {lang}. It stores {table}, lets the user add, list and delete them, and saves them to a file.
 Complete this function:\ndef {func}({var}, limit={mid}):\n    # keep only what is below the limit
 Write a {lang} function `{func}` that takes {data} and returns how many values exceed {mid}.
@@ -119,7 +126,7 @@ Add type hints:\n{snippet} || Add comments:\n{snippet}
 I have this code in my {app}:\n\n{snippet}\n\nIt gives a wrong answer for {nums}. Explain what happens and give a \
 corrected version.
 """,
-    "chat": r"""
+        "chat": r"""
 I got this message: {para} What should I answer? Write a {tone} reply. || Plan a dinner with {food} for {small} people.
 I want to {task} but have only {mid} minutes a day. What should I do? || What is the link between {topic} and {topic2}?
 Write a {tone} message to {person} about meeting on {day} at {clock}. || What should I ask a {job} before hiring one?
@@ -137,7 +144,7 @@ Explain {topic} {length}. || How do I make {food}?
 I live in {town}, work as a {job} and spend my evenings on {hobby}. Lately {problem}. How can I change that? Give me \
 a plan for {small} weeks.
 """,
-    "high_entropy": r"""
+        "high_entropy": r"""
 Here is the start of my {genre}: {para} Write the next part, {mood} in tone, and bring in {subject}.
 Describe the colour {color} to somebody who has never seen it, in a {mood} voice. || Write a {mood} {form} on {topic}.
 Continue this {mood} story: {name} opened the {color} door of {setting}. || Begin a novel with {subject} in {setting}.
@@ -155,7 +162,8 @@ Retell {topic} as a {genre}. || Turn {subject} into a {form}.
 Write a {mood} {genre} set in {setting}. It should feature {subject}, a {animal} called {name}, and a promise that is \
 broken on {day}.
 """,
-}.items()}
+    }.items()
+}
 
 
 def _fill(template: str, rng: random.Random) -> str:

@@ -9,7 +9,9 @@ def split_entries(text: str) -> list[str]:
     return [entry.replace("\\n", "\n") for entry in re.split(r" \|\| |\n", text.strip())]
 
 
-WORDS = {line.split(": ")[0]: line.split(": ", 1)[1].split("; ") for line in """
+WORDS = {
+    line.split(": ")[0]: line.split(": ", 1)[1].split("; ")
+    for line in """
 name: Ada; Bilal; Carmen; Dmitri; Elena; Farid; Greta; Hiro; Imani; Jonas; Kavya; Lars; Mina; Nadia; Oscar; Priya; \
 Rosa; Samir; Tessa; Vera; Wendell; Ximena; Yusuf; Zoe; Anton; Beatriz; Chidi; Daphne; Emil; Fiona; Gustavo; Helga; \
 Ivan; Jamila; Kofi; Leona; Marcus; Noor; Olga; Pablo; Rafael; Sven; Thandi; Viola; Walter; Yara
@@ -85,7 +87,8 @@ step by step
 limit: without using built-in helpers; in linear time; recursively; using only one loop; and handles empty input; \
 without extra memory; with type hints; with a docstring; in at most ten lines; and raises an error on bad input; with \
 comments on each step
-""".strip().splitlines()}
+""".strip().splitlines()
+}
 
 WORDS["sentence"] = split_entries(r"""
 {name}, a {job} with {small} years of practice, advised the council of {town} against buying {things} from abroad.

@@ -1,0 +1,164 @@
+"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, train."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; user errors print one line and return 2."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        return 2
+    try:
+        return int(arguments.run(arguments) or 0)
+    except (ValueError, RuntimeError) as error:
+        print(f"avref: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="avref", description="Adaptive verification in speculative decoding: run it, measure it, take it apart."
+    )
+    commands = parser.add_subparsers(title="commands")
+
+    quick = _command(
+        commands,
+        "quickstart",
+        _quickstart,
+        "compare no speculation, fixed lengths and adaptive verification on this machine (about 5 minutes)",
+    )
+    quick.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests running at once")
+    quick.add_argument("--repeats", type=int, default=3)
+    quick.add_argument("--max-tokens", type=int, default=48, help="tokens per request")
+    quick.add_argument("--output", type=Path, default=Path("."), help="folder for quickstart.json and figures/")
+
+    generate = _command(commands, "generate", _generate, "answer one prompt with adaptive verification")
+    generate.add_argument("prompt")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=1.0)
+    generate.add_argument("--top-p", type=float, default=0.95)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--num-speculative-tokens", type=int, default=7)
+    generate.add_argument("--plain", action="store_true", help="no speculation")
+
+    profile = _command(commands, "profile", _profile, "measure this machine's cost table again")
+    profile.add_argument("--max-num-seqs", type=int, default=32)
+    profile.add_argument("--num-speculative-tokens", type=int, default=7)
+    profile.add_argument("--context", type=int, default=128, help="cached tokens per request")
+    profile.add_argument("--output", type=Path, help="also save the table here")
+
+    check = _command(
+        commands, "selfcheck", _selfcheck, "parity, losslessness and speed on this machine, each beside its bar"
+    )
+    check.add_argument("--quick", action="store_true", help="parity and losslessness only")
+    check.add_argument("--output", type=Path, help="also write the report here")
+
+    train = commands.add_parser("train", help="distil a drafter for a target")
+    train.add_argument("method", choices=["dflash"])
+    train.add_argument("--model", default="smollm2")
+    train.add_argument(
+        "--output", type=Path, default=Path("dflash-drafter"), help="folder; a run that was stopped continues there"
+    )
+    train.add_argument("--prompts", type=int, default=3000, help="training prompts to sample answers to")
+    train.add_argument("--steps", type=int, default=None)
+    train.set_defaults(run=_train)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.add_argument("--model", default="smollm2", help="target: smollm2, a folder, or a hub id")
+    parser.add_argument("--method", default="dflash", help="drafter family")
+    parser.add_argument(
+        "--drafter", default=None, help="drafter folder or hub id (default: the one shipped for smollm2)"
+    )
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", default="auto")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _quickstart(a: argparse.Namespace) -> None:
+    from avref import quickstart
+
+    result = quickstart.quickstart(
+        a.model,
+        a.method,
+        a.drafter,
+        concurrency=a.concurrency,
+        repeats=a.repeats,
+        max_tokens=a.max_tokens,
+        device=a.device,
+        dtype=a.dtype,
+    )
+    print(quickstart.table(result))
+    print("wrote " + ", ".join(str(p) for p in quickstart.save(result, a.output)))
+
+
+def _generate(a: argparse.Namespace) -> None:
+    from avref import LLM, SamplingParams
+
+    config = None if a.plain else _speculative(a)
+    llm = LLM(a.model, config, device=a.device, dtype=a.dtype, max_num_seqs=1)
+    params = SamplingParams(temperature=a.temperature, top_p=a.top_p, max_tokens=a.max_tokens, seed=a.seed)
+    has_template = llm.tokenizer is not None and llm.tokenizer.chat_template
+    out = (llm.chat if has_template else llm.generate)([a.prompt], params)[0].outputs[0]
+    s = llm.stats
+    print(out.text)
+    decode_ms = s.draft_ms + s.verify_ms + s.sample_ms + s.other_ms
+    rate = (s.num_tokens - s.num_requests) / decode_ms * 1e3 if decode_ms else float("nan")
+    print(
+        f"[{s.num_tokens} tokens, {s.num_steps} target forwards, {s.tokens_per_request_step:.2f} tokens each, "
+        f"{rate:.0f} tokens/s, {out.finish_reason}]",
+        file=sys.stderr,
+    )
+
+
+def _profile(a: argparse.Namespace) -> None:
+    from avref import LLM, profiling
+
+    llm = LLM(a.model, _speculative(a), device=a.device, dtype=a.dtype, max_num_seqs=a.max_num_seqs)
+    table = profiling.load_or_profile(llm, context=a.context, again=True)
+    if a.output:
+        table.save(a.output)
+    print("requests  tokens  verify ms")
+    for requests, tokens, ms in table.metadata["verify_points"]:
+        print(f"{requests:8d}  {tokens:6d}  {ms:9.1f}")
+    print("requests  draft ms")
+    for requests, ms in table.metadata["draft_points"]:
+        print(f"{requests:8d}  {ms:8.1f}")
+
+
+def _selfcheck(a: argparse.Namespace) -> int:
+    from avref import selfcheck
+
+    report = selfcheck.run(a.model, a.method, a.drafter, device=a.device, dtype=a.dtype, quick=a.quick)
+    text = selfcheck.render(report)
+    print(text)
+    if a.output:
+        a.output.write_text(text + "\n")
+    return 0 if selfcheck.passed(report) else 1
+
+
+def _train(a: argparse.Namespace) -> None:
+    from avref.train import command
+
+    command.run(a.method, a.model, a.output, num_prompts=a.prompts, steps=a.steps)
+
+
+def _speculative(a: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "method": a.method,
+        "model": a.drafter,
+        "num_speculative_tokens": a.num_speculative_tokens,
+        "draft_sample_method": "probabilistic",
+        "enable_adaptive_verification": True,
+    }

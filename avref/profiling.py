@@ -1,0 +1,161 @@
+"""Measuring the cost table: real engine steps on synthetic requests.
+
+Every batch size (powers of two) is measured with every number of verified drafts. Each step runs the engine that
+serves (drafting, forward, sampling, acceptance, bookkeeping) with the number of admitted drafts forced; medians over
+repeats, sizes in shuffled order. Tables are saved under `models.cache_dir()` and reused for the same model, drafter,
+dtype, device and versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+
+from avref import models
+from avref.config import SamplingParams
+from avref.cost_table import CostTable
+from avref.engine import Engine, Request
+from avref.estimator import OnlineAcceptanceEstimator
+
+if TYPE_CHECKING:
+    from avref.llm import LLM
+
+CONTEXT, REPEATS = 128, 3
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Powers of two up to `max_num_seqs`, and that number."""
+    return sorted({1 << i for i in range(max_num_seqs.bit_length()) if 1 << i <= max_num_seqs} | {max_num_seqs})
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """What a cost table or a result depends on: device, dtype, threads, versions, target and drafter."""
+    on_gpu = llm.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(llm.device) if on_gpu else processor(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "target": llm.name,
+        "method": llm.config.method if llm.config else None,
+        "drafter": str(llm.config.model)
+        if llm.config and not isinstance(llm.config.model, torch.nn.Module)
+        else "loaded model",
+        "num_speculative_tokens": llm.engine.num_positions,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def processor() -> str:
+    """The CPU's name as the system gives it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, again: bool = False) -> CostTable:
+    """The saved table for this setting, or a new one, measured now and saved."""
+    setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
+    key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
+    path = models.cache_dir() / "cost-tables" / f"{key}.json"
+    if path.is_file() and not again:
+        return CostTable.load(path)
+    table = profile(llm, context, repeats)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.save(path)
+    return table
+
+
+def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTable:
+    """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
+
+    R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request; each point is the
+    median over `repeats`. Raises ValueError when the LLM has no drafter.
+    """
+    if llm.config is None or llm.engine.drafter is None:
+        raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
+    depth, limit = llm.config.num_speculative_tokens, llm.engine.max_num_seqs
+    context = max(1, min(context, llm.max_model_len - 4 * (depth + 1)))
+    print(
+        f"avref: profiling the cost table, up to {limit} requests of {context} tokens, {repeats} repeats",
+        file=sys.stderr,
+    )
+    draft_points, verify_points = [], []
+    for num_requests in batch_sizes(limit):
+        draft, verify = _measure(llm, num_requests, depth, context, repeats)
+        draft_points.append((num_requests, statistics.median(draft)))
+        verify_points += [(num_requests, num_requests * (1 + k), statistics.median(ms)) for k, ms in verify.items()]
+    table = CostTable.from_curves(draft_points, verify_points, max_requests=limit, max_tokens=limit * (depth + 1))
+    table.metadata |= {
+        **describe(llm),
+        "context": context,
+        "repeats": repeats,
+        "draft_points": draft_points,
+        "verify_points": verify_points,
+    }
+    return table
+
+
+def _measure(
+    llm: LLM, num_requests: int, depth: int, context: int, repeats: int
+) -> tuple[list[float], dict[int, list[float]]]:
+    """Milliseconds of drafting (all samples) and of the rest of the step by number of verified drafts."""
+    flat = CostTable(np.ones(num_requests + 1), np.ones(num_requests * (depth + 1) + 1))
+    engine = Engine(
+        llm.engine.target,
+        llm.engine.drafter,
+        llm.config,
+        max_num_seqs=num_requests,
+        estimator=OnlineAcceptanceEstimator(depth, device=llm.device) if llm.engine.adaptive else None,
+        cost_table=flat,
+    )
+    draft: list[float] = []
+    verify: dict[int, list[float]] = {k: [] for k in range(depth + 1)}
+    order = random.Random(0)
+    jobs = [(repeat, k) for repeat in range(repeats + 1) for k in order.sample(range(depth + 1), depth + 1)]
+    fits = 0  # steps that the requests still have room for
+    for repeat, k in jobs:
+        if fits == 0:
+            fits = _refill(engine, llm, num_requests, depth, context)
+        engine.override = _at_most(k)
+        before = engine.watch.read()
+        engine.step()
+        after = engine.watch.read()
+        fits -= 1
+        if repeat == 0:
+            continue  # the first round warms allocators and caches up
+        step = {name: after[name] - before[name] for name in after}
+        draft.append(step["draft"])
+        verify[k].append(step["verify"] + step["sample"] + step["other"])
+    return draft, verify
+
+
+def _at_most(k: int) -> Callable[[int], int]:
+    return lambda capacity: min(capacity, k)
+
+
+def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: int) -> int:
+    """Start synthetic requests of `context` random tokens, run a warm step; return how many full steps still fit."""
+    engine.abort()
+    order = random.Random(1)
+    room = llm.max_model_len - context - 1
+    for i in range(num_requests):
+        ids = [order.randrange(llm.vocab_size) for _ in range(context)]
+        params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=room)
+        engine.add(Request(-1 - i, ids, params, llm.max_model_len, frozenset(), torch.Generator().manual_seed(i)))
+    engine.override = lambda capacity: 0
+    engine.step()
+    return max(1, min(32, room // (depth + 1) - 2))

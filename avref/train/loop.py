@@ -1,0 +1,149 @@
+"""The training loop: `python -m avref train dflash`.
+
+Resumable, seeded, with a progress bar; writes the weights, the curve and the card.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from avref.drafters.dflash import DFlashModel
+from avref.train.data import Sequences
+from avref.train.dflash import from_target, loss_and_overlap, make_batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run: `sequences` x `blocks` blocks in each step.
+
+    The learning rate warms up linearly, then falls along a cosine to a twentieth.
+    """
+
+    depth: int = 7
+    target_layers: tuple[int, ...] = (16, 24, 29, 30)
+    num_layers: int = 1
+    intermediate_size: int = 1536
+    vocab_size: int = 8192
+    steps: int = 6500
+    sequences: int = 4
+    blocks: int = 32
+    learning_rate: float = 1.2e-3
+    warmup: int = 60
+    weight_decay: float = 0.01
+    top_p: float = 0.95
+    seed: int = 0
+    checkpoint_every: int = 200
+
+
+def learning_rate(s: Settings, step: int) -> float:
+    """Learning rate of one step."""
+    if step < s.warmup:
+        return s.learning_rate * (step + 1) / s.warmup
+    progress = (step - s.warmup) / max(1, s.steps - s.warmup)
+    return s.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: int = 64) -> DFlashModel:
+    """Train on all but the last `validation` sequences.
+
+    Continues from `folder/checkpoint.safetensors` when it is there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = target.get_output_embeddings().weight.shape[0]
+    torch.manual_seed(s.seed)
+    eos = [t for t in [target.config.eos_token_id] if isinstance(t, int)]
+    model = from_target(
+        target,
+        s.target_layers,
+        s.num_layers,
+        s.intermediate_size,
+        s.depth,
+        data.frequent_ids(s.vocab_size, eos, vocabulary),
+    )
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
+    )
+    start, seconds, curve = _resume(folder, model, optimiser)
+    to_draft = torch.full((vocabulary,), -1)
+    to_draft[model.vocab_ids] = torch.arange(s.vocab_size)
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[model.vocab_ids].detach()
+    usable = [i for i in range(len(data) - validation) if len(data.hidden[i]) > data.prompt_lengths[i] + 1]
+    held_out = make_batch(
+        data, range(len(data) - validation, len(data)), 4, s.depth, to_draft, torch.Generator().manual_seed(1)
+    )
+    bar = tqdm(range(start, s.steps), initial=start, total=s.steps, desc="training", dynamic_ncols=True)
+    for step in bar:
+        began = time.perf_counter()
+        generator = torch.Generator().manual_seed(s.seed * 1_000_003 + step)
+        which = [usable[i] for i in torch.randint(len(usable), (s.sequences,), generator=generator).tolist()]
+        batch = make_batch(data, which, s.blocks, s.depth, to_draft, generator)
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(s, step)
+        loss, overlap = loss_and_overlap(model, embedding, head, batch, s.depth, s.top_p)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        seconds += time.perf_counter() - began
+        bar.set_postfix_str(f"loss {float(loss):.3f} overlap {overlap[0]:.2f} {overlap[-1]:.2f}", refresh=False)
+        if (step + 1) % s.checkpoint_every == 0 or step + 1 == s.steps:
+            with torch.inference_mode():
+                held_loss, held = loss_and_overlap(model, embedding, head, held_out, s.depth, s.top_p)
+            curve.append(
+                {
+                    "step": step + 1,
+                    "minutes": seconds / 60,
+                    "loss": float(loss),
+                    "held_out_loss": float(held_loss),
+                    "overlap": held.tolist(),
+                }
+            )
+            overlaps = " ".join(f"{x:.3f}" for x in held.tolist())
+            tqdm.write(f"step {step + 1}: {seconds / 60:.1f} min, held-out loss {held_loss:.3f}, overlap {overlaps}")
+            _checkpoint(folder, model, optimiser, step + 1, seconds, curve)
+            (folder / "curve.json").write_text(json.dumps(curve))
+    return model
+
+
+def _checkpoint(
+    folder: Path, model: DFlashModel, optimiser: Any, step: int, seconds: float, curve: list[dict[str, Any]]
+) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
+    for i, state in optimiser.state_dict()["state"].items():
+        tensors |= {f"optimiser.{i}.{k}": v.clone() for k, v in state.items()}
+    save_file(
+        tensors,
+        folder / "checkpoint.part",
+        metadata={"progress": json.dumps({"step": step, "seconds": seconds, "curve": curve})},
+    )
+    (folder / "checkpoint.part").replace(folder / "checkpoint.safetensors")
+
+
+def _resume(folder: Path, model: DFlashModel, optimiser: Any) -> tuple[int, float, list[dict[str, Any]]]:
+    path = folder / "checkpoint.safetensors"
+    if not path.is_file():
+        return 0, 0.0, []
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        progress = json.loads(file.metadata()["progress"])
+        tensors: dict[str, Tensor] = {k: file.get_tensor(k) for k in file.keys()}
+    model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    state = optimiser.state_dict()
+    for name, value in tensors.items():
+        if name.startswith("optimiser."):
+            _, index, key = name.split(".", 2)
+            state["state"].setdefault(int(index), {})[key] = value
+    optimiser.load_state_dict(state)
+    return progress["step"], progress["seconds"], progress["curve"]

@@ -1,0 +1,287 @@
+"""Losslessness by enumeration: which rules emit the target's law, and which do not."""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+
+from avref import exact
+from avref.exact import (
+    Experiment,
+    Request,
+    Seen,
+    budget_policy,
+    costs,
+    feature_confidence,
+    first_token,
+    fixed_budget,
+    joint_law,
+    leak,
+    safe_drafting,
+    target_law,
+    threshold_policy,
+    total_variation,
+)
+from avref.features import FEATURES
+
+LOSSLESS = [name for name, feature in FEATURES.items() if feature.lossless]
+LOSSY = [name for name, feature in FEATURES.items() if not feature.lossless]
+SAFE_RULES = ["lookahead", "early_stop", "stale"]
+EXACT = 1e-12
+
+
+def toy(seed: int, vocab_size: int, confidence: exact.Confidence) -> Request:
+    """A target and a drafter that depend on the whole prefix, the drafter being a distorted target."""
+
+    @cache
+    def p(tokens: exact.Tokens) -> tuple[float, ...]:
+        return tuple(np.random.default_rng((seed, 1, *tokens)).dirichlet(np.ones(vocab_size)))
+
+    @cache
+    def q(tokens: exact.Tokens) -> tuple[float, ...]:
+        noise = np.random.default_rng((seed, 2, *tokens)).exponential(size=vocab_size)
+        mixed = (np.array(p(tokens)) + 0.05) * noise
+        return tuple(mixed / mixed.sum())
+
+    return Request(p, q, confidence)
+
+
+def staircase(seed: int, num_sizes: int) -> exact.CostTable:
+    """Costs that stay flat over several sizes and then jump, as a padded batch does."""
+    rng = np.random.default_rng((seed, 3))
+    return costs(*(1 + np.cumsum(rng.choice([0.0, 0.05, 0.5, 0.9], size=num_sizes, p=[0.4, 0.2, 0.2, 0.2]))))
+
+
+def experiment(seed: int, feature: str, num_requests: int, vocab_size: int, num_drafts: int, num_steps: int = 2):
+    """A random experiment without its policy; intercepts that put confidences around the middle for any feature."""
+    centre = {"log_q_max": 1.5, "entropy": 1.5, "q_max": 0.0}.get(feature, 0.5)
+    c = feature_confidence(feature, slope=1.0, intercepts=[centre, centre - 0.5])
+    requests = [toy(10 * seed + r, vocab_size, c) for r in range(num_requests)]
+    return Experiment(requests, num_drafts, fixed_budget(0), num_steps, profile_rate=0.5)
+
+
+def watched(policy: exact.Policy) -> tuple[exact.Policy, set[tuple[int, ...]]]:
+    """The policy, and the set of decisions it will have taken: a rule that never varies proves nothing."""
+    decisions: set[tuple[int, ...]] = set()
+
+    def watching(seen: Seen):
+        admitted = tuple(policy(seen))
+        decisions.add(admitted)
+        return admitted
+
+    return watching, decisions
+
+
+# The four counterexamples
+
+
+def test_footnote():
+    e = exact.footnote()
+    assert first_token(joint_law(e)) == pytest.approx([0.4, 0.6], abs=EXACT)
+    assert first_token(target_law(e)) == pytest.approx([0.5, 0.5], abs=EXACT)
+
+
+def test_dspark_appendix():
+    e = exact.dspark_appendix()
+    assert first_token(joint_law(e)) == pytest.approx([0.85, 0.15], abs=EXACT)
+    assert first_token(target_law(e)) == pytest.approx([0.7, 0.3], abs=EXACT)
+
+
+def test_staircase_lookahead():
+    assert first_token(joint_law(exact.staircase_lookahead())) == pytest.approx([0.85, 0.15], abs=EXACT)
+
+
+def test_aggregate_early_stop():
+    e = exact.aggregate_early_stop()
+    law = joint_law(e)
+    assert first_token(law, 1) == pytest.approx([0.55, 0.45], abs=EXACT)
+    assert first_token(target_law(e), 1) == pytest.approx([0.7, 0.3], abs=EXACT)
+    assert first_token(law, 0) == pytest.approx([0.5, 0.5], abs=EXACT)
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+@pytest.mark.parametrize("name", ["dspark_appendix", "staircase_lookahead", "aggregate_early_stop"])
+def test_safe_rules_repair_the_counterexamples(name, rule):
+    """Same distributions, confidences and costs; only the policy changes."""
+    e = getattr(exact, name)()
+    table = {
+        "dspark_appendix": costs(1 / 1, 1 / 0.5, 1 / 0.45),
+        "staircase_lookahead": costs(1, 2, 2),
+        "aggregate_early_stop": costs(1, 1.1, 1.2, 1.3, 1.4, 1.9, 2.4, 2.9),
+    }[name]
+    for policy in (budget_policy(table, rule), safe_drafting(table, rule)):
+        assert leak(dataclasses.replace(e, policy=policy)) < EXACT
+
+
+# Lossless features under safe rules: two consecutive steps, so that old survivals and profiles count
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+@pytest.mark.parametrize("feature", LOSSLESS)
+def test_two_requests_are_exact(feature, rule):
+    varied = 0
+    for seed in range(2):
+        policy, decisions = watched(budget_policy(staircase(seed, 6), rule))
+        assert leak(dataclasses.replace(experiment(seed, feature, 2, 2, 2), policy=policy)) < EXACT
+        varied += len(decisions) > 1
+    assert varied > 0
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+@pytest.mark.parametrize("vocab_size, num_drafts", [(2, 3), (3, 2), (3, 3)])
+def test_one_request_is_exact(vocab_size, num_drafts, rule):
+    varied = 0
+    for seed in range(4):
+        policy, decisions = watched(budget_policy(staircase(seed, num_drafts + 1), rule))
+        e = experiment(seed, LOSSLESS[seed % len(LOSSLESS)], 1, vocab_size, num_drafts)
+        assert leak(dataclasses.replace(e, policy=policy)) < EXACT
+        varied += len(decisions) > 1
+    assert varied > 0
+
+
+@pytest.mark.parametrize("rule", ["early_stop", "stale"])
+def test_three_drafts_of_two_requests_are_exact(rule):
+    for seed in range(3):
+        e = experiment(seed, "logit_q_max", 2, 2, 3, num_steps=1)
+        assert leak(dataclasses.replace(e, policy=budget_policy(staircase(seed, 8), rule))) < EXACT
+
+
+@pytest.mark.parametrize("feature", LOSSLESS)
+def test_thresholds_are_exact_on_lossless_features(feature):
+    policy, decisions = watched(threshold_policy(0.6))
+    assert leak(dataclasses.replace(experiment(1, feature, 1, 3, 3), policy=policy)) < EXACT
+    assert len(decisions) > 1
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+def test_safe_drafting_is_exact_and_changes_no_allocation(rule):
+    rng = np.random.default_rng(4)
+    saved = 0
+    for seed in range(200):
+        num_requests, num_drafts = rng.integers(1, 4), rng.integers(1, 5)
+        live = np.minimum.accumulate(rng.choice([0.05, 0.3, 0.6, 0.9, 1.0], (num_requests, num_drafts)), axis=1)
+        previous = np.minimum.accumulate(rng.random((num_requests, num_drafts)), axis=1)
+        profile = np.sort(rng.random(live.size))[::-1] if seed % 4 else None
+        seen = Seen(live, live, previous, profile)
+        table = staircase(seed, num_requests * (num_drafts + 1))
+        assert list(safe_drafting(table, rule)(seen)) == list(budget_policy(table, rule)(seen))
+        # what lies behind the drafted positions was never read
+        reads = [
+            exact.drafting_until(lambda part, d, stop_at=depth: d == stop_at, budget_policy(table, rule))(seen)
+            for depth in range(1, num_drafts + 1)
+        ]
+        saved += len(reads) > 1 and list(reads[0]) == list(reads[-1])
+    assert saved > 10
+    for seed in range(2):
+        e = experiment(seed, "logit_q_max", 2, 2, 2)
+        assert leak(dataclasses.replace(e, policy=safe_drafting(staircase(seed, 6), rule))) < EXACT
+
+
+# What leaks
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+@pytest.mark.parametrize("feature", LOSSY)
+def test_drawn_token_features_leak(feature, rule):
+    worst = max(
+        leak(dataclasses.replace(experiment(s, feature, 2, 2, 2), policy=budget_policy(staircase(s, 6), rule)))
+        for s in range(3)
+    )
+    assert worst > 1e-3
+
+
+@pytest.mark.parametrize("feature", LOSSY)
+def test_thresholds_on_drawn_token_features_leak(feature):
+    assert leak(dataclasses.replace(experiment(1, feature, 1, 2, 2), policy=threshold_policy(0.6))) > 1e-3
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_retrospective_leaks(num_requests):
+    worst = max(
+        leak(
+            dataclasses.replace(
+                experiment(seed, "logit_q_max", num_requests, 2, 3, num_steps=1),
+                policy=budget_policy(staircase(seed, 4 * num_requests), "retrospective"),
+            )
+        )
+        for seed in range(8)
+    )
+    assert worst > 1e-3
+
+
+def test_live_bucket_jumps_leak_on_staircases_only():
+    """Without a flat part, growth by buckets is early_stop."""
+    smooth = costs(1.0, 1.3, 1.7, 2.2)
+    e = experiment(3, "logit_q_max", 1, 2, 3)
+    assert leak(dataclasses.replace(e, policy=exact.bucket_jump(smooth))) < EXACT
+    worst = max(
+        leak(dataclasses.replace(experiment(s, "logit_q_max", 1, 2, 3), policy=exact.bucket_jump(costs(1, 1.9, 1.9, 1.9))))
+        for s in range(6)
+    )
+    assert worst > 1e-3
+
+
+# The enumeration itself
+
+
+def test_fixed_depths_are_exact_and_laws_sum_to_one():
+    for budget in (0, 1, 3, 6):
+        e = dataclasses.replace(experiment(5, "logit_q_max", 2, 2, 3, num_steps=1), policy=fixed_budget(budget))
+        law = joint_law(e)
+        assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+        assert total_variation(law, target_law(e)) < EXACT
+
+
+def test_target_law_is_the_product_along_the_tokens():
+    e = experiment(6, "logit_q_max", 2, 3, 2)
+    law = target_law(e)
+    assert len(law) == 27**2
+    for tokens in (((0, 1, 2), (2, 2, 0)), ((1, 1, 1), (0, 0, 0))):
+        expected = np.prod([r.target(t[:i])[t[i]] for r, t in zip(e.requests, tokens, strict=True) for i in range(3)])
+        assert law[tokens] == pytest.approx(expected, rel=1e-12)
+
+
+def test_total_variation():
+    a, b = {((0,),): 0.5, ((1,),): 0.5}, {((0,),): 0.2, ((2,),): 0.8}
+    assert total_variation(a, b) == pytest.approx(0.8)
+    assert total_variation(a, a) == 0
+
+
+def resample_from_p(request, before, draft):
+    """Mutant: after a rejection the token comes from p instead of the residual."""
+    blocks, reached = [], 1.0
+    for k, x in enumerate(draft):
+        p, q = request.target(before + draft[:k]), request.drafter(before + draft[:k])
+        accepted = min(1.0, p[x] / q[x])
+        blocks += [((*draft[:k], y), reached * (1 - accepted) * p[y]) for y in range(len(p))]
+        reached *= accepted
+    return blocks + [((*draft, y), reached * chance) for y, chance in enumerate(request.target(before + draft))]
+
+
+def trimmed_counted_as_rejected(request, before, draft, verified=exact._verified):
+    """Mutant: the token behind the last admitted draft comes from the residual."""
+    p, q = (np.array(d(before + draft)) for d in (request.target, request.drafter))
+    rest = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
+    full = [(block, chance) for block, chance in verified(request, before, draft) if len(block) <= len(draft)]
+    reached = 1 - sum(chance for _, chance in full)
+    return full + [((*draft, y), reached * float(chance)) for y, chance in enumerate(rest)]
+
+
+@pytest.mark.parametrize("mutant", [resample_from_p, trimmed_counted_as_rejected])
+def test_mutants_of_the_verification_leak(mutant, monkeypatch):
+    e = dataclasses.replace(experiment(7, "logit_q_max", 1, 3, 2), policy=fixed_budget(1))
+    assert leak(e) < EXACT
+    monkeypatch.setattr(exact, "_verified", mutant)
+    assert leak(e) > 1e-2
+
+
+def test_bad_input_is_named():
+    e = experiment(8, "logit_q_max", 1, 2, 2)
+    with pytest.raises(ValueError, match=r"counts from 0 to 2, got \[3\]"):
+        joint_law(dataclasses.replace(e, policy=lambda seen: [3]))
+    broken = dataclasses.replace(e.requests[0], target=lambda tokens: (0.5, 0.6))
+    with pytest.raises(ValueError, match="sum to 1"):
+        target_law(dataclasses.replace(e, requests=[broken]))
+    with pytest.raises(ValueError, match="unknown budget rule"):
+        joint_law(dataclasses.replace(e, policy=budget_policy(costs(1, 2, 3), "greedy")))
