@@ -207,6 +207,7 @@ class Engine:
             self.estimator.observe(
                 features, torch.tensor(graded_accepted, device=device), torch.tensor(graded_verified, device=device)
             )
+        if self.estimator is not None:  # a step without drafts counts too
             self.stats.num_refits += bool(self.estimator.end_step())
         self._count(capacity, admitted, graded_accepted, graded_verified)
         self.step_count += 1

@@ -86,16 +86,17 @@ def joint_law(experiment: Experiment) -> Law:
 
     start: tuple[tuple[Tokens, ...], tuple[Table, ...]] = ((),) * num_requests, ()
     states = {start: 1.0}  # (emitted by every request, survivals of the past steps) -> probability
-    for _ in range(experiment.num_steps):
+    for steps_left in reversed(range(experiment.num_steps)):
         following: defaultdict[tuple[tuple[Tokens, ...], tuple[Table, ...]], float] = defaultdict(float)
         for (emitted, past), weight in states.items():
             for choice in itertools.product(*(drafts_of(r, emitted[r]) for r in range(num_requests))):
                 drafts, chances, confidences = zip(*choice, strict=True)
                 admitted, live = admit(confidences, past)
+                remembered = (*past, live) if steps_left else ()
                 blocks = [block_of(r, emitted[r], drafts[r], admitted[r]) for r in range(num_requests)]
                 for block, chance in _independent(blocks):
                     now = tuple(before + new for before, new in zip(emitted, block, strict=True))
-                    following[now, (*past, live)] += weight * math.prod(chances) * chance
+                    following[now, remembered] += weight * math.prod(chances) * chance
         states = following
 
     rest_of = cache(lambda r, before: _continued(experiment.requests[r].target, before, experiment.num_drafts + 1))

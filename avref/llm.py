@@ -45,7 +45,8 @@ class LLM:
 
     model: "smollm2" (the default target), a local folder, a hub id, or a loaded Hugging Face causal LM (then pass
     `tokenizer`, unless prompts are token ids). speculative_config: a dictionary as in vLLM (see `SpeculativeConfig`);
-    None is plain decoding. device: None picks CUDA when there is one. dtype: "auto" is the fastest safe one.
+    None is plain decoding. A loaded model keeps avref's attention; `packed.plain_attention(model)` gives Hugging Face's
+    back for as long as it is open. device: None picks CUDA when there is one. dtype: "auto" is the fastest safe one.
     max_num_seqs: R, requests running at once. max_model_len: prompt and output tokens of one request. cost_table:
     milliseconds of a step; None profiles this machine at the first use (and keeps the result on disk). seed: for
     requests without one of their own.
@@ -95,6 +96,11 @@ class LLM:
         target = PackedModel(self.model, max_num_seqs, self.max_model_len)
         drafter = drafters.load(self.config, self, max_num_seqs) if self.config else None
         adaptive = bool(self.config and self.config.enable_adaptive_verification)
+        if adaptive and cost_table is not None and cost_table.max_requests < max_num_seqs:
+            raise ValueError(
+                f"the cost table covers {cost_table.max_requests} requests, max_num_seqs is {max_num_seqs}; "
+                "profile up to that many (python -m avref profile --max-num-seqs) or lower max_num_seqs"
+            )
         estimator = None
         if adaptive and self.config:
             estimator = OnlineAcceptanceEstimator(
@@ -189,6 +195,12 @@ class LLM:
             self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
         ]
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
+
+    def prompt_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of users' messages: behind the chat template where there is one, else as plain text."""
+        if self.tokenizer is not None and self.tokenizer.chat_template:
+            return self.chat_ids(texts)
+        return self._encode(texts)
 
     def _encode(self, prompts: Any) -> list[list[int]]:
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -45,9 +45,10 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """
     if isinstance(dtype, torch.dtype):
         return dtype
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype in known:
+        return known[dtype]
     if dtype != "auto":
-        if isinstance(found := getattr(torch, dtype, None), torch.dtype):
-            return found
         raise ValueError(f'dtype is {dtype!r}; allowed are "auto", "float32", "bfloat16" and "float16"')
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

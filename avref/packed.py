@@ -55,10 +55,7 @@ class Layout:
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [R, 1, group * max_query, context].
-
-        Query i of row r sits at position starts[r] + i and sees keys up to there.
-        """
+        """Additive causal mask [R, 1, group * max_query, context]: query i of row r sees keys up to starts[r] + i."""
         key = (group, window, dtype)
         if key not in self._masks:
             query = self._starts[:, None, None] + torch.arange(self.max_query, device=self._starts.device)[:, None]
@@ -84,20 +81,14 @@ class Layout:
 
 
 class KVCache:
-    """Keys and values per layer, one row per running request.
-
-    The buffers are [rows, length, H_kv, D], grown as needed up to `max_rows` and `max_length`.
-    """
+    """Keys and values per layer, one row per running request: buffers [rows, length, H_kv, D], grown as needed."""
 
     def __init__(self, max_rows: int, max_length: int) -> None:
-        self.max_rows, self.max_length = max_rows, max_length
+        self.max_rows, self.max_length = max_rows, max_length  # no buffer grows beyond these
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, layer: int, layout: Layout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [T, H_kv, D] and return those of the layout's rows.
-
-        What is returned reaches up to the longest context, [R, context, H_kv, D] each (views).
-        """
+        """Write keys and values [T, H_kv, D]; return all of the layout's rows, views [R, context, H_kv, D]."""
         keys, values = self._buffers(layer, layout, key, value)
         rows = layout.row + layout.first_row if layout.first_row else layout.row
         keys[rows, layout.position] = key
@@ -116,9 +107,8 @@ class KVCache:
         if old is None or old[0].shape[0] < rows or old[0].shape[1] < length:
             have_rows, have_length = (0, 0) if old is None else old[0].shape[:2]
             new_rows = min(self.max_rows, max(rows, 2 * have_rows)) if rows > have_rows else have_rows
-            new_length = (
-                min(self.max_length, max(256, -(-length * 3 // 2 // 64) * 64)) if length > have_length else have_length
-            )
+            wanted = max(256, -(-length * 3 // 2 // 64) * 64)
+            new_length = min(self.max_length, wanted) if length > have_length else have_length
             grown = tuple(x.new_zeros(new_rows, new_length, *x.shape[1:]) for x in (key, value))
             if old is not None:
                 for new, buffer in zip(grown, old, strict=True):
@@ -240,12 +230,12 @@ def check_parity(model: Any) -> float:
     packed path does not reproduce the model (for instance because its attention adds a position bias of its own):
     such a model would decode silently wrong.
     """
-    limits = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+    limit = {torch.float16: 2e-2, torch.bfloat16: 8e-2}.get(model.dtype, 1e-4)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     rows = [[(7 * i + 3) % vocabulary for i in range(9)], [(11 * i + 5) % vocabulary for i in range(6)]]
     with plain_attention(model):
         plain = [model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0] for ids in rows]
-    cached, rejected = [5, 3], 2  # a first forward writes so many tokens and two wrong drafts, then rolled back
+    cached, rejected = [5, 3], 2  # first write so many tokens and two wrong drafts, then roll those back
     drafts = [ids[:n] + [1] * rejected for ids, n in zip(rows, cached, strict=True)]
     rest = [ids[n:] for ids, n in zip(rows, cached, strict=True)]
     expected = torch.cat([p[n:] for p, n in zip(plain, cached, strict=True)]).float()
@@ -262,7 +252,6 @@ def check_parity(model: Any) -> float:
     except Exception as error:
         raise RuntimeError(f"{type(model).__name__} cannot run the packed forward: {error}") from error
     difference = float((logits.float() - expected).abs().max() / expected.std().clamp_min(1e-6))
-    limit = limits.get(model.dtype, 1e-4)
     if not difference <= limit:
         raise RuntimeError(
             f"{type(model).__name__}: packed logits differ from the plain model's by {difference:.2g} of their spread "

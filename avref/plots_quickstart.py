@@ -1,84 +1,108 @@
-"""The picture of the quick start: tokens per second of every arm, and where the drafts went."""
+"""The pictures of the quick start: tokens per second of every arm, and what became of the drafts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from avref.plot_style import POLICY_COLORS, new_figure
+from avref.plot_style import POLICY_COLORS, STYLE, new_figure
+from avref.stats import Stats
+
+_ABOVE: Any = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2, "columnspacing": 1.2}
+_TITLE_PAD = 42  # points: leaves room for two rows of legend between title and axes
 
 
+@mpl.rc_context(STYLE)
 def plot_quickstart(result: dict[str, Any]) -> Figure:
     """Speed against plain decoding by concurrency, and what became of the drafts at the largest concurrency.
 
-    Left: a bar is the median of the repeats, its line goes from the lowest to the highest. Right: drafts verified and
-    accepted per request and step, by position.
+    Left: a bar is the median of the repeats, its line goes from the lowest to the highest. Right: share of the drafts
+    at each position that were verified, and that were accepted. `result` is what `avref.quickstart.quickstart` returns.
     """
-    rows = result["rows"]
+    figure, (speed, drafts) = new_figure(1, 2, size=(11.0, 4.8), width_ratios=[1.75, 1])
+    _draw_speed(speed, result["rows"])
+    _draw_shares(drafts, result["rows"])
+    m = result["machine"]
+    setting = f"{m['target']} + {m['method']}, {m['dtype']}, {m['device']}, temperature 1, top-p 0.95"
+    figure.text(0.006, 0.008, setting, fontsize=8.5, color="#555555")
+    figure.set_layout_engine("constrained", rect=(0, 0.04, 1, 0.96))  # room for the line below the axes
+    return figure
+
+
+def _draw_speed(axes: Axes, rows: list[dict[str, Any]]) -> None:
     concurrencies = sorted({r["concurrency"] for r in rows})
     arms = list(dict.fromkeys(r["arm"] for r in rows))
-    figure, (speed, drafts) = new_figure(1, 2, size=(10.5, 4.0), width_ratios=[1.7, 1])
-    width = 0.8 / len(arms)
+    top = max(r["speedup_range"][1] for r in rows)
+    width = 0.86 / len(arms)
     for i, arm in enumerate(arms):
         own = [next(r for r in rows if r["arm"] == arm and r["concurrency"] == c) for c in concurrencies]
         x = np.arange(len(concurrencies)) + (i - (len(arms) - 1) / 2) * width
         y = np.array([r["speedup"] for r in own])
         low, high = np.array([r["speedup_range"] for r in own]).T
-        speed.bar(
-            x,
-            y,
-            width * 0.92,
-            color=POLICY_COLORS[arm],
-            label=arm.replace("-", " K = ").replace("none", "no speculation"),
-        )
-        if arm != "none":
-            speed.errorbar(x, y, [y - low, high - y], fmt="none", ecolor="#333333", elinewidth=0.9, capsize=2)
-        for place, value in zip(x, y, strict=True):
-            speed.text(
-                place,
-                0.03,
-                f"{value:.2f}",
-                ha="center",
-                va="bottom",
-                fontsize=7.5,
-                color="white" if arm in ("fixed-7", "adaptive-7", "fixed-3", "none") else "black",
-            )
-    speed.axhline(1.0, color="#444444", linewidth=0.8)
-    speed.set_xticks(range(len(concurrencies)), [f"{c}" for c in concurrencies])
-    speed.set(xlabel="requests running at once", ylabel="tokens/s against no speculation", title="Speed of decoding")
-    speed.legend(fontsize=8, ncols=2, loc="upper right")
-    speed.set_ylim(0, 1.28 * max(r["speedup_range"][1] for r in rows))
+        axes.bar(x, y, width * 0.92, color=POLICY_COLORS[arm], label=_name(arm))
+        if (high > low).any():
+            axes.errorbar(x, y, [y - low, high - y], fmt="none", ecolor="#333333", elinewidth=0.9, capsize=2)
+        for place, value, end in zip(x, y, high, strict=True):
+            axes.text(place, end + 0.015 * top, f"{value:.2f}", ha="center", va="bottom", fontsize=9)
+    axes.axhline(1.0, color="#444444", linewidth=0.8)
+    axes.grid(False, axis="x")
+    axes.set_xticks(range(len(concurrencies)), [str(c) for c in concurrencies])
+    axes.set(xlabel="requests running at once", ylabel="tokens/s, as a multiple of no speculation")
+    axes.set_ylim(0, 1.1 * top)
+    axes.set_title("Speed of decoding", pad=_TITLE_PAD)
+    axes.legend(**_ABOVE, ncols=3)
 
-    last = [r for r in rows if r["concurrency"] == concurrencies[-1] and r["arm"] in ("fixed-7", "adaptive-7")]
-    k = np.arange(1, 8)
-    for r in last:
-        steps = max(1, r["drafted_by_position"][0])
-        color, name = POLICY_COLORS[r["arm"]], r["arm"].replace("-", " K = ")
-        drafts.plot(k, np.array(r["verified_by_position"]) / steps, color=color, marker="o", label=f"verified, {name}")
-        drafts.plot(
-            k,
-            np.array(r["accepted_by_position"]) / steps,
-            color=color,
-            marker="s",
-            linestyle=":",
-            label=f"accepted, {name}",
-        )
-    drafts.set(
-        xlabel="draft position",
-        ylabel="share of drafts",
-        title=f"What was verified, {concurrencies[-1]} requests",
-        ylim=(0, 1.05),
+
+def _draw_shares(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    largest = max(r["concurrency"] for r in rows)
+    for r in rows:
+        if r["concurrency"] != largest or r["arm"] not in ("fixed-7", "adaptive-7"):
+            continue
+        drafted = np.maximum(1, r["drafted_by_position"])
+        k, color = np.arange(1, len(drafted) + 1), POLICY_COLORS[r["arm"]]
+        for count, marker, line in (("verified", "o", "-"), ("accepted", "s", ":")):
+            share = np.array(r[f"{count}_by_position"]) / drafted
+            axes.plot(k, share, color=color, marker=marker, linestyle=line, label=f"{count}, {_name(r['arm'])}")
+    axes.set(xlabel="draft position", ylabel="share of the drafts made", ylim=(-0.02, 1.05))
+    axes.set_title(f"What was verified, {largest} request{'s' if largest > 1 else ''}", pad=_TITLE_PAD)
+    axes.legend(**_ABOVE, ncols=2)
+
+
+def _name(arm: str) -> str:
+    return arm.replace("-", " K = ").replace("none", "no speculation")
+
+
+@mpl.rc_context(STYLE)
+def plot_drafts(stats: Stats) -> Figure:
+    """What became of the drafts at each position: accepted, rejected, never reached, not verified; shares of all made.
+
+    Never reached are drafts that were verified behind a rejection, or behind the end of the text: work for nothing.
+    """
+    drafted, verified, graded, accepted = (
+        np.asarray(getattr(stats, f"{name}_by_position")) for name in ("drafted", "verified", "graded", "accepted")
     )
-    drafts.legend(fontsize=8)
-    m = result["machine"]
-    figure.text(
-        0.005,
-        0.005,
-        f"{m['target']} + {m['method']}, {m['dtype']}, {m['device']}, temperature 1, top-p 0.95",
-        fontsize=7,
-        color="#555555",
-    )
-    figure.set_layout_engine("constrained", rect=(0, 0.03, 1, 0.97))  # room for the line below the axes
+    parts = {
+        "accepted": (accepted, "#0072B2"),
+        "rejected": (graded - accepted, "#D55E00"),
+        "verified, never reached": (verified - graded, "#CCCCCC"),
+        "not verified": (drafted - verified, "#FFFFFF"),
+    }
+    figure, (axes,) = new_figure(size=(8.0, 3.6))
+    k, bottom = np.arange(1, len(drafted) + 1), np.zeros(len(drafted))
+    for name, (count, color) in parts.items():
+        share = count / np.maximum(1, drafted)
+        if count.any():
+            axes.bar(k, share, 0.8, bottom=bottom, color=color, edgecolor="#999999", linewidth=0.6, label=name)
+        bottom += share
+    for place, share in zip(k.tolist(), (accepted / np.maximum(1, drafted)).tolist(), strict=True):
+        axes.text(place, max(0.0, share - 0.02), f"{share:.0%}", ha="center", va="top" if share > 0.09 else "bottom",
+                  fontsize=9, color="white" if share > 0.09 else "black")  # fmt: skip
+    axes.set(xlabel="draft position", ylabel="share of the drafts made", ylim=(0, 1.02))
+    axes.set_xticks(k)
+    axes.grid(False, axis="x")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

@@ -53,7 +53,7 @@ def make_arms(base: LLM, method: str, drafter: Any, max_num_seqs: int, depth: in
 
     Every arm has a cache of its own.
     """
-    shared = {"max_num_seqs": max_num_seqs, "max_model_len": base.max_model_len, "seed": base.seed}
+    shared: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": base.max_model_len, "seed": base.seed}
 
     def arm(num: int, adaptive: bool) -> LLM:
         config = {
@@ -76,7 +76,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[Samplin
     return Run(llm.stats)
 
 
-def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int = WARMUP_CONCURRENCY) -> int:
     """Fit the estimator on prompts of their own until `WARMUP_REFITS` refits are done; return the steps taken.
 
     A refit comes every `WARMUP_INTERVAL` steps here, so that it takes seconds.
@@ -86,7 +86,7 @@ def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
     usual, estimator.refit_interval = estimator.refit_interval, WARMUP_INTERVAL
     refits, steps, seed = 0, 0, 50_000
     while refits < WARMUP_REFITS:
-        run = measure(llm, prompts, _params(len(prompts), max_tokens, seed), WARMUP_CONCURRENCY)
+        run = measure(llm, prompts, _params(len(prompts), max_tokens, seed), concurrency)
         refits, steps, seed = refits + run.stats.num_refits, steps + run.stats.num_steps, seed + len(prompts)
     estimator.refit_interval = usual
     return steps
@@ -108,8 +108,8 @@ def quickstart(
     """Run all arms, interleaved, and return every number of the result.
 
     The result holds `rows` (one per arm and concurrency), `cold`, `warm_up`, `estimator`, `settings`, `machine` and
-    `cost_table`. Each repeat has prompts of its own from the mix of the five workloads; every arm decodes the same prompts with the
-    same seeds. Medians over repeats, with the lowest and the highest.
+    `cost_table`. Each repeat has prompts of its own from the mix of the five workloads; every arm decodes the same
+    prompts with the same seeds. Medians over repeats, with the lowest and the highest.
     """
     base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
     arms = make_arms(base, method, drafter, max(concurrency))
@@ -117,13 +117,14 @@ def quickstart(
     estimator = adaptive.estimator
     assert estimator is not None
     adaptive.cost_table = profiling.load_or_profile(adaptive)
-    warm = base.chat_ids(workloads.load("warmup"))
-    cold_run = measure(adaptive, warm[::5], _params(len(warm[::5]), max_tokens, 40_000), WARMUP_CONCURRENCY)
+    warm = base.prompt_ids(workloads.load("warmup"))
+    together = min(WARMUP_CONCURRENCY, max(concurrency))
+    cold_run = measure(adaptive, warm[::5], _params(len(warm[::5]), max_tokens, 40_000), together)
     estimator.load_state_dict(OnlineAcceptanceEstimator(7).state_dict())  # forget what the cold run taught
     started = time.perf_counter()
-    warm_steps = warm_up(adaptive, warm, max_tokens)
+    warm_steps = warm_up(adaptive, warm, max_tokens, together)
     warm_s = time.perf_counter() - started
-    prompts = base.chat_ids(workloads.mix())
+    prompts = base.prompt_ids(workloads.mix())
     jobs = [(repeat, c, name) for repeat in range(repeats) for c in concurrency for name in _rotate(list(arms), repeat)]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
@@ -136,7 +137,7 @@ def quickstart(
     assert adaptive.cost_table is not None
     return {
         "rows": rows,
-        "cold": _row(WARMUP_CONCURRENCY, "adaptive-7", [cold_run], None),
+        "cold": _row(together, "adaptive-7", [cold_run], None),
         "warm_up": {
             "refits": WARMUP_REFITS,
             "steps": warm_steps,
@@ -206,16 +207,8 @@ def _row(concurrency: int, arm: str, runs: Sequence[Run], plain: Sequence[float]
 
 def table(result: dict[str, Any]) -> str:
     """The result as one readable table."""
-    header = [
-        "requests",
-        "arm",
-        "tokens/s",
-        "lowest - highest",
-        "x none",
-        "tokens per forward",
-        "tokens per request and step",
-        "drafts verified per step",
-    ]
+    header = ["requests", "arm", "tokens/s", "lowest - highest", "x none"]
+    header += ["tokens per forward", "tokens per request and step", "drafts verified per step"]
     lines = [
         [
             r["concurrency"],

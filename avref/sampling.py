@@ -77,8 +77,10 @@ def sample(p: Tensor, u: Tensor) -> Tensor:
 
     p [N, V] non-negative weights, normalised or not; u [N] in [0, 1) (1 itself counts as the number below it). Returns
     [N] int64. An index with p = 0 is never returned, whatever u and the rounding. Raises ValueError when a row has no
-    positive finite mass (NaN, all zero) or u is out of range.
+    positive finite mass (NaN, all zero), u is out of range, or p is in half precision, which would change the law.
     """
+    if p.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"weights must be float32 or float64, got {p.dtype}: take the softmax in float32, then draw")
     _refuse(~((u >= 0) & (u <= 1)), "a uniform outside [0, 1)", "draw uniforms with torch.rand")
     # Two levels, so that only about 2 sqrt(V) entries of a row are summed one after the other, in float64.
     num_rows, vocab_size = p.shape
@@ -101,7 +103,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     excess = (p - q).clamp_(min=0)  # [N, V]
     total = excess.sum(-1, keepdim=True)  # [N, 1]
     _refuse(~total.isfinite().squeeze(1), "NaN or inf in p - q", "check the draft distribution and the logits")
-    return torch.where(total > 0, excess / total.clamp(min=torch.finfo(total.dtype).tiny), p)
+    return excess.div_(total) if bool((total > 0).all()) else torch.where(total > 0, excess / total, p)
 
 
 def verify(
@@ -132,8 +134,14 @@ def verify(
     vocabulary, settings out of range, and non-finite rows among those read.
     """
     num_requests, num_drafts = tokens.shape
+    tokens = tokens.long()
     settings = _checked(logits, num_requests, temperature, top_k, top_p)
     _check_drafts(logits, num_verified, tokens, q, q_drawn, vocab_ids)
+    if u_accept.shape != tokens.shape or u_final.shape != (num_requests,):
+        raise ValueError(
+            f"u_accept needs shape {tuple(tokens.shape)}, got {tuple(u_accept.shape)}; u_final ({num_requests},)"
+        )
+    _refuse(~((u_accept >= 0) & (u_accept <= 1)).all(-1), "a uniform outside [0, 1)", "draw uniforms with torch.rand")
     first_row = (num_verified + 1).cumsum(0) - (num_verified + 1)  # [R]
     threshold = u_accept if q is None or q_drawn is None else u_accept * q_drawn  # [R, K]
     accepted = torch.zeros(num_requests, dtype=torch.int64, device=logits.device)  # [R]
@@ -146,7 +154,7 @@ def verify(
         alive = alive[accepted[alive] > k]
 
     drafts = tokens.masked_fill(torch.arange(num_drafts, device=tokens.device) >= accepted[:, None], -1)
-    emitted = torch.nn.functional.pad(drafts.long(), (0, 1), value=-1)  # [R, K+1]
+    emitted = torch.nn.functional.pad(drafts, (0, 1), value=-1)  # [R, K+1]
     for r in [everyone[rows] for rows in _passes(num_requests, logits)]:
         law = _probs(logits.index_select(0, first_row[r] + accepted[r]), settings.at(r))  # [n, V]
         rejected = (accepted[r] < num_verified[r]).nonzero().squeeze(1)
@@ -249,7 +257,7 @@ def _wide_q(q: Tensor | None, tokens: Tensor, ids: Tensor | None, r: Tensor, k: 
     """q of draft k of request r, over the target's whole vocabulary. r, k [n]; returns [n, V]."""
     wide = torch.zeros(len(r), vocab_size, device=tokens.device)
     if q is None:
-        return wide.scatter_(1, tokens[r, k, None].long(), 1.0)
+        return wide.scatter_(1, tokens[r, k, None], 1.0)
     if ids is None:
         wide[:, : q.shape[-1]] = q[r, k]
         return wide

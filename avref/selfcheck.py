@@ -298,7 +298,7 @@ def method_rows(llm: LLM) -> Iterator[Row]:
 def generate_rows(llm: LLM) -> Iterator[Row]:
     """Plain decoding here against `model.generate` on the same prompts, sampling without top-p, 32 new tokens each."""
     for count, bar in ((16, 1.3), (64, 2.0)):
-        prompts = (llm.chat_ids(workloads.mix()) * 2)[:count] if llm.tokenizer is not None else [[1, 2, 3]] * count
+        prompts = llm.prompt_ids(workloads.mix(count))
         prompts = [p[-256:] for p in prompts]
         longest = max(map(len, prompts))
         params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=0)
@@ -363,7 +363,7 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
     arms = quickstart.make_arms(base, method, drafter, 32)
     adaptive = arms["adaptive-7"]
     adaptive.cost_table = profiling.load_or_profile(adaptive)
-    warm = base.chat_ids(workloads.load("warmup"))
+    warm = base.prompt_ids(workloads.load("warmup"))
     quickstart.warm_up(adaptive, warm, 48)
     control = LLM(
         base.model,
@@ -399,7 +399,7 @@ def _speeds(
     """Tokens per second of each arm, interleaved; every repeat has prompts of its own."""
     from avref import quickstart
 
-    prompts = base.chat_ids(workloads.mix())
+    prompts = base.prompt_ids(workloads.mix())
     count = 3 if concurrency == 1 else concurrency + concurrency // 4
     speeds: dict[str, list[float]] = {n: [] for n in names}
     for repeat in range(repeats):

@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from avref import exact
 from avref.exact import (
@@ -36,28 +37,42 @@ def toy(seed: int, vocab_size: int, confidence: exact.Confidence) -> Request:
 
     @cache
     def p(tokens: exact.Tokens) -> tuple[float, ...]:
-        return tuple(np.random.default_rng((seed, 1, *tokens)).dirichlet(np.ones(vocab_size)))
+        return tuple(np.random.default_rng((seed, 1, *tokens)).dirichlet(2 * np.ones(vocab_size)))
 
     @cache
     def q(tokens: exact.Tokens) -> tuple[float, ...]:
-        noise = np.random.default_rng((seed, 2, *tokens)).exponential(size=vocab_size)
+        noise = np.random.default_rng((seed, 2, *tokens)).uniform(0.2, 1, size=vocab_size)
         mixed = (np.array(p(tokens)) + 0.05) * noise
         return tuple(mixed / mixed.sum())
 
     return Request(p, q, confidence)
 
 
+STAIRCASES = [(1.0, 1.6, 1.65, 1.7), (1.0, 1.75, 1.75, 2.3), (1.0, 1.6, 2.2, 2.25), (1.0, 1.5, 1.9, 2.0)]
+
+
 def staircase(seed: int, num_sizes: int) -> exact.CostTable:
     """Costs that stay flat over several sizes and then jump, as a padded batch does."""
+    steps = STAIRCASES[seed % len(STAIRCASES)]
+    if num_sizes <= len(steps):
+        return costs(*steps[:num_sizes])
     rng = np.random.default_rng((seed, 3))
-    return costs(*(1 + np.cumsum(rng.choice([0.0, 0.05, 0.5, 0.9], size=num_sizes, p=[0.4, 0.2, 0.2, 0.2]))))
+    return costs(*(2 + np.cumsum(rng.choice([0.0, 0.1, 0.7, 1.1], size=num_sizes))))
+
+
+def wide(feature: str, vocab_size: int) -> exact.Confidence:
+    """Coefficients under which this feature's confidences range from .3 (flat q) to .97 (q_max = .9)."""
+    f = FEATURES[feature].fn
+    flat, sharp = torch.full((vocab_size,), 1 / vocab_size), torch.full((vocab_size,), 0.1 / (vocab_size - 1))
+    sharp[0] = 0.9
+    low, high = (float(f(q.log(), torch.tensor(0), 1.0)) for q in (flat, sharp))
+    slope = (3.5 + 0.85) / (high - low)
+    return feature_confidence(feature, slope=slope, intercepts=[-0.85 - slope * low, -0.65 - slope * low])
 
 
 def experiment(seed: int, feature: str, num_requests: int, vocab_size: int, num_drafts: int, num_steps: int = 2):
-    """A random experiment without its policy; intercepts that put confidences around the middle for any feature."""
-    centre = {"log_q_max": 1.5, "entropy": 1.5, "q_max": 0.0}.get(feature, 0.5)
-    c = feature_confidence(feature, slope=1.0, intercepts=[centre, centre - 0.5])
-    requests = [toy(10 * seed + r, vocab_size, c) for r in range(num_requests)]
+    """A random experiment without its policy."""
+    requests = [toy(10 * seed + r, vocab_size, wide(feature, vocab_size)) for r in range(num_requests)]
     return Experiment(requests, num_drafts, fixed_budget(0), num_steps, profile_rate=0.5)
 
 
@@ -132,7 +147,7 @@ def test_two_requests_are_exact(feature, rule):
 @pytest.mark.parametrize("vocab_size, num_drafts", [(2, 3), (3, 2), (3, 3)])
 def test_one_request_is_exact(vocab_size, num_drafts, rule):
     varied = 0
-    for seed in range(4):
+    for seed in (2,) if vocab_size**num_drafts > 9 else range(4):
         policy, decisions = watched(budget_policy(staircase(seed, num_drafts + 1), rule))
         e = experiment(seed, LOSSLESS[seed % len(LOSSLESS)], 1, vocab_size, num_drafts)
         assert leak(dataclasses.replace(e, policy=policy)) < EXACT
@@ -149,30 +164,36 @@ def test_three_drafts_of_two_requests_are_exact(rule):
 
 @pytest.mark.parametrize("feature", LOSSLESS)
 def test_thresholds_are_exact_on_lossless_features(feature):
-    policy, decisions = watched(threshold_policy(0.6))
-    assert leak(dataclasses.replace(experiment(1, feature, 1, 3, 3), policy=policy)) < EXACT
-    assert len(decisions) > 1
+    for at_least in (0.6, 0.75, 0.9):
+        policy, decisions = watched(threshold_policy(at_least))
+        assert leak(dataclasses.replace(experiment(2, feature, 2, 2, 2), policy=policy)) < EXACT
+        assert len(decisions) > 1
 
 
 @pytest.mark.parametrize("rule", SAFE_RULES)
-def test_safe_drafting_is_exact_and_changes_no_allocation(rule):
+def test_safe_drafting_changes_no_allocation(rule, monkeypatch):
+    """200 random steps; it does stop early in some of them (undrafted survivals are shown as 0)."""
     rng = np.random.default_rng(4)
-    saved = 0
+    stopped_early = []
+
+    def allocate(live, budget, real=exact.allocate):
+        stopped_early.append(bool((live[:, -1] == 0).all()))
+        return real(live, budget)
+
+    monkeypatch.setattr(exact, "allocate", allocate)
     for seed in range(200):
-        num_requests, num_drafts = rng.integers(1, 4), rng.integers(1, 5)
+        num_requests, num_drafts = rng.integers(1, 4), rng.integers(2, 5)
         live = np.minimum.accumulate(rng.choice([0.05, 0.3, 0.6, 0.9, 1.0], (num_requests, num_drafts)), axis=1)
         previous = np.minimum.accumulate(rng.random((num_requests, num_drafts)), axis=1)
         profile = np.sort(rng.random(live.size))[::-1] if seed % 4 else None
         seen = Seen(live, live, previous, profile)
         table = staircase(seed, num_requests * (num_drafts + 1))
         assert list(safe_drafting(table, rule)(seen)) == list(budget_policy(table, rule)(seen))
-        # what lies behind the drafted positions was never read
-        reads = [
-            exact.drafting_until(lambda part, d, stop_at=depth: d == stop_at, budget_policy(table, rule))(seen)
-            for depth in range(1, num_drafts + 1)
-        ]
-        saved += len(reads) > 1 and list(reads[0]) == list(reads[-1])
-    assert saved > 10
+    assert stopped_early.count(True) > 10
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+def test_safe_drafting_is_exact(rule):
     for seed in range(2):
         e = experiment(seed, "logit_q_max", 2, 2, 2)
         assert leak(dataclasses.replace(e, policy=safe_drafting(staircase(seed, 6), rule))) < EXACT
@@ -184,11 +205,15 @@ def test_safe_drafting_is_exact_and_changes_no_allocation(rule):
 @pytest.mark.parametrize("rule", SAFE_RULES)
 @pytest.mark.parametrize("feature", LOSSY)
 def test_drawn_token_features_leak(feature, rule):
+    """With one request an old budget says all, so it takes two for a live score to leak through the ranking."""
     worst = max(
-        leak(dataclasses.replace(experiment(s, feature, 2, 2, 2), policy=budget_policy(staircase(s, 6), rule)))
-        for s in range(3)
+        leak(dataclasses.replace(experiment(s, feature, 2, 2, 2), policy=budget_policy(costs(1, *ms), rule)))
+        for s, ms in enumerate([(2, 2.7, 3.1, 4.2, 4.3), (2, 2, 3.3, 3.3, 5.0)])
     )
     assert worst > 1e-3
+    if rule == "stale":
+        e = experiment(0, feature, 1, 2, 3)
+        assert leak(dataclasses.replace(e, policy=budget_policy(staircase(0, 4), rule))) < EXACT
 
 
 @pytest.mark.parametrize("feature", LOSSY)
@@ -205,7 +230,7 @@ def test_retrospective_leaks(num_requests):
                 policy=budget_policy(staircase(seed, 4 * num_requests), "retrospective"),
             )
         )
-        for seed in range(8)
+        for seed in range(4)
     )
     assert worst > 1e-3
 
@@ -216,8 +241,8 @@ def test_live_bucket_jumps_leak_on_staircases_only():
     e = experiment(3, "logit_q_max", 1, 2, 3)
     assert leak(dataclasses.replace(e, policy=exact.bucket_jump(smooth))) < EXACT
     worst = max(
-        leak(dataclasses.replace(experiment(s, "logit_q_max", 1, 2, 3), policy=exact.bucket_jump(costs(1, 1.9, 1.9, 1.9))))
-        for s in range(6)
+        leak(dataclasses.replace(experiment(s, "logit_q_max", 1, 2, 3), policy=exact.bucket_jump(staircase(1, 4))))
+        for s in range(4)
     )
     assert worst > 1e-3
 

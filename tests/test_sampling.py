@@ -147,9 +147,9 @@ def random_case(seed: int) -> dict:
 
 
 def test_verify_equals_the_dense_reference():
-    """1000 random batches: the shortcuts never change a decision, apart from float32 near-ties."""
+    """600 random batches: the shortcuts never change a decision, apart from float32 near-ties."""
     compared = skipped = 0
-    for seed in range(1000):
+    for seed in range(600):
         case = random_case(seed)
         verdict = verify(**case)
         emitted, accepted, margins = reference_verify(case)
@@ -162,7 +162,7 @@ def test_verify_equals_the_dense_reference():
             assert count == accepted[r], (seed, r)
             assert verdict.tokens[r, : count + 1].tolist() == emitted[r], (seed, r)
             assert (verdict.tokens[r, count + 1 :] == -1).all()
-    assert compared > 2000 and skipped < 0.02 * compared
+    assert compared > 1500 and skipped < 0.02 * compared
 
 
 def test_probs_equal_the_reference():
@@ -388,6 +388,12 @@ def test_bad_input_of_verify_is_named():
         verify(logits, one, torch.tensor([[0]]), torch.full((1, 1, 6), 1 / 6), qd, u, f, *s)
     with pytest.raises(ValueError, match="float32"):  # C16
         verify(logits, one, torch.tensor([[0]]), q.bfloat16(), qd, u, f, *s)
+    with pytest.raises(ValueError, match="float32"):
+        sample(q[0].bfloat16(), f)
+    with pytest.raises(ValueError, match="uniform"):
+        verify(logits, one, torch.tensor([[0]]), q, qd, u - 0.1, f, *s)
+    with pytest.raises(ValueError, match="u_accept"):
+        verify(logits, one, torch.tensor([[0]]), q, qd, u[0], f, *s)
     with pytest.raises(ValueError, match="temperature needs 1 entries"):
         verify(logits, one, torch.tensor([[0]]), q, qd, u, f, *settings(2))
 
@@ -468,7 +474,7 @@ def claimed(q_logits: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("mutant", ["none", "resample_from_p", "trimmed_as_rejected", "other_dtype"])
 def test_the_law_and_its_mutants(mutant, params, monkeypatch):
     """The same chi-square test passes for the real step and fails for each known mistake (C3, C13, C16)."""
-    vocab_size, n = 5, 60000
+    vocab_size, n = 5, 25000
     target = softmax_table(10, vocab_size, 1.0)
     q_logits = softmax_table(11, vocab_size, 0.7, shift=200.0)  # bfloat16 numbers are 1 apart there
     step = verify
@@ -486,7 +492,7 @@ def test_the_law_at_full_depth():
     target = softmax_table(20, 6, 1.5)
     q_table = softmax_table(21, 6, 1.0).softmax(-1)
     for params in ({}, {"top_p": 0.7}):
-        counts = joint_counts(verify, target, params, q_table, q_table, 60000, trimmed=False)
+        counts = joint_counts(verify, target, params, q_table, q_table, 25000, trimmed=False)
         assert p_value(counts, target, params) > 1e-3
 
 
@@ -503,7 +509,7 @@ def emitted_law(p: list[float], tokens: Tensor, q: Tensor | None, vocab_ids: Ten
     return torch.bincount(v.tokens[:, 0], minlength=len(p)) / n, float(v.num_accepted.float().mean())
 
 
-N = 200_000  # standard error .0011 at most
+N = 100_000  # standard error .0016 at most
 
 
 def test_greedy_draft_has_a_one_hot_q():

@@ -6,6 +6,7 @@ about their own spread, and so that distributions are peaked as a language model
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +105,17 @@ def bigram(next_logits: torch.Tensor) -> Any:
         model.lm_head.weight.zero_()
         model.lm_head.weight[:, :size] = next_logits.T / width**0.5  # the final norm scales a one-hot by sqrt(width)
     return model
+
+
+def near(model: Any, noise: float, seed: int = 1) -> Any:
+    """A copy with every matrix disturbed by `noise` times its spread: a drafter that is often, not always, right."""
+    copied = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in copied.parameters():
+            if weight.dim() > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    return copied
 
 
 def sharpen(model: Any, factor: float) -> Any:

@@ -68,10 +68,10 @@ class Drafter(Protocol):
 
 
 def draw(logits: Tensor, temperature: Tensor, uniforms: Tensor, greedy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Draw one token per row of logits [N, V_d].
+    """Draw one token per row of logits [N, V_d] -> (ids [N], q [N, V_d], q of the drawn token [N]).
 
-    Returns (ids [N], q [N, V_d] or None when it is one-hot, q of the drawn token [N]). q is the temperature-only softmax (greedy requests: one-hot at the argmax), one float32 tensor for drawing, for
-    the acceptance ratio and for the residual.
+    q is the temperature-only softmax (temperature 0: one-hot at the argmax), one float32 tensor for drawing, for the
+    acceptance ratio and for the residual. With `greedy` every row is one-hot at its argmax, and q is None.
     """
     if greedy:
         ids = logits.argmax(dim=-1)

@@ -1,8 +1,8 @@
 """A smaller causal LM with the same tokenizer drafts token by token (Leviathan et al. 2023; Chen et al. 2023).
 
-Its forwards are batched and packed like the target's. The draft cache follows the target's: tokens that the target kept stay, the rest is overwritten. After a full
-acceptance the last draft was never fed to the drafter, so it waits in `backlog` and enters together with the next
-pending token; a step that drafts nothing just makes the backlog longer.
+Its forwards are batched and packed like the target's. The draft cache follows the target's: tokens that the target
+kept stay, the rest is overwritten. After a full acceptance the last draft was never fed to the drafter, so it waits in
+`backlog` and enters together with the next pending token; a step that drafts nothing just makes the backlog longer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class DraftModel:
         self.max_length = min(max_length, limit)
         self.model = PackedModel(model, max_rows, self.max_length)
         self.vocabulary = min(target_vocabulary, model.get_output_embeddings().weight.shape[0])
+        self.last_id = model.get_input_embeddings().weight.shape[0] - 1
         self.cached = [0] * max_rows  # tokens of each row in the draft cache
         self.backlog: list[list[int]] = [[] for _ in range(max_rows)]  # final tokens that are not
         self.fed = [0] * max_rows  # tokens of the last proposal in the cache, the pending one included
@@ -108,4 +109,5 @@ class DraftModel:
         return DraftProposal(tokens, tokens, torch.stack(logits, dim=1), q_all, torch.stack(drawn, dim=1))
 
     def _packed(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(list(itertools.chain.from_iterable(chunks)), device=self.model.device)
+        ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=self.model.device)
+        return ids.clamp_(max=self.last_id)  # an id beyond a narrower table reads as its last one: only drafts suffer

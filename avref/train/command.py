@@ -10,10 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from avref import profiling
-from avref.config import SamplingParams, SpeculativeConfig
+from avref.config import SamplingParams
 from avref.drafters import weights
 from avref.llm import LLM
 from avref.train.data import Recorder, Sequences, build_shards

@@ -67,7 +67,7 @@ def collect(
 
 
 @torch.inference_mode()
-def label(model: Any, final_hidden: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
+def label(model: Any, final_hidden: Tensor, chunk: int = 512, count: int = TOP) -> tuple[Tensor, Tensor]:
     """The target's `TOP` most likely next tokens at every position, from its final hidden states [N, D].
 
     Returns ids [N, TOP] and log-probabilities [N, TOP].
@@ -75,7 +75,7 @@ def label(model: Any, final_hidden: Tensor, chunk: int = 512) -> tuple[Tensor, T
     ids, logs = [], []
     for part in final_hidden.split(chunk):
         logits = model.get_output_embeddings()(part.to(model.dtype)).float()
-        top, index = logits.topk(TOP, dim=-1)
+        top, index = logits.topk(min(count, logits.shape[-1]), dim=-1)
         ids.append(index.int())
         logs.append((top - logits.logsumexp(dim=-1, keepdim=True)).half())
     return torch.cat(ids), torch.cat(logs)
@@ -87,7 +87,7 @@ def record(llm: Any, recorder: Recorder, prompts: Sequence[str], params: Samplin
     ids [sum n], lengths [N], prompt_lengths [N], hidden [sum (n - 1), n_layers D] bfloat16, and the target's most
     likely next tokens at every state, top_ids and top_logs [sum (n - 1), TOP].
     """
-    done = collect(llm, recorder, llm.chat_ids(prompts), params)
+    done = collect(llm, recorder, llm.prompt_ids(prompts), params)
     hidden = torch.cat([h for _, _, h in done])
     width = llm.model.config.get_text_config().hidden_size
     top_ids, top_logs = label(llm.model, hidden[:, -width:])

@@ -116,6 +116,7 @@ def from_target(
     Of each layer it takes the attention whole and the `intermediate` strongest neurons of the MLP.
     """
     t = target.config.get_text_config()
+    intermediate = min(intermediate, getattr(t, "intermediate_size", None) or intermediate)
     head_dim = getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads
     theta = (getattr(t, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     config = DFlashConfig(

@@ -23,7 +23,7 @@ from avref.train.dflash import block_states
 def overlap_by_position(
     model: DFlashModel, target: Any, data: Sequences, top_p: float, blocks: int = 16
 ) -> tuple[Tensor, Tensor]:
-    """(overlap [K], weight [K]) over every offset of the answers of the sequences `which`.
+    """(overlap [K], weight [K]) over every offset of every recorded answer.
 
     At each offset the block's slot k has q_k and the target p_k (after top-p), and sum(min(p_k, q_k)) is its
     acceptance probability. The sampled token y_j came from an accepted draft with probability

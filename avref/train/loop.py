@@ -33,12 +33,13 @@ class Settings:
     num_layers: int = 1
     intermediate_size: int = 1536
     vocab_size: int = 8192
-    steps: int = 6500
+    steps: int = 8000
     sequences: int = 4
     blocks: int = 32
+    short_depth: int = 3
     learning_rate: float = 1.2e-3
     warmup: int = 60
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
     top_p: float = 0.95
     seed: int = 0
     checkpoint_every: int = 200
@@ -67,14 +68,14 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
         s.num_layers,
         s.intermediate_size,
         s.depth,
-        data.frequent_ids(s.vocab_size, eos, vocabulary),
+        data.frequent_ids(min(s.vocab_size, vocabulary), eos, vocabulary),
     )
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
     )
     start, seconds, curve = _resume(folder, model, optimiser)
     to_draft = torch.full((vocabulary,), -1)
-    to_draft[model.vocab_ids] = torch.arange(s.vocab_size)
+    to_draft[model.vocab_ids] = torch.arange(len(model.vocab_ids))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[model.vocab_ids].detach()
     usable = [i for i in range(len(data) - validation) if len(data.hidden[i]) > data.prompt_lengths[i] + 1]
     held_out = make_batch(
@@ -85,16 +86,20 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
         began = time.perf_counter()
         generator = torch.Generator().manual_seed(s.seed * 1_000_003 + step)
         which = [usable[i] for i in torch.randint(len(usable), (s.sequences,), generator=generator).tolist()]
-        batch = make_batch(data, which, s.blocks, s.depth, to_draft, generator)
+        # every other step has twice the blocks at a smaller depth: early positions decide most, and cost less
+        depth, blocks = (s.depth, s.blocks) if step % 2 else (min(s.short_depth, s.depth), 2 * s.blocks)
+        batch = make_batch(data, which, blocks, depth, to_draft, generator)
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(s, step)
-        loss, overlap = loss_and_overlap(model, embedding, head, batch, s.depth, s.top_p)
+        loss, overlap = loss_and_overlap(model, embedding, head, batch, depth, s.top_p)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         seconds += time.perf_counter() - began
-        bar.set_postfix_str(f"loss {float(loss):.3f} overlap {overlap[0]:.2f} {overlap[-1]:.2f}", refresh=False)
+        bar.set_postfix_str(
+            f"loss {float(loss.detach()):.3f} overlap {overlap[0]:.2f} {overlap[-1]:.2f}", refresh=False
+        )
         if (step + 1) % s.checkpoint_every == 0 or step + 1 == s.steps:
             with torch.inference_mode():
                 held_loss, held = loss_and_overlap(model, embedding, head, held_out, s.depth, s.top_p)
@@ -102,7 +107,7 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
                 {
                     "step": step + 1,
                     "minutes": seconds / 60,
-                    "loss": float(loss),
+                    "loss": float(loss.detach()),
                     "held_out_loss": float(held_loss),
                     "overlap": held.tolist(),
                 }

@@ -1,0 +1,146 @@
+"""Profiling measures real steps and leaves nothing behind; the command line says what went wrong in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from avref import LLM, SamplingParams, cli, profiling, quickstart, selfcheck
+from avref.cost_table import CostTable
+from tests import tiny
+
+
+def adaptive_llm(**options):
+    target = tiny.llama()
+    config = {
+        "method": "draft_model",
+        "model": tiny.near(target, 0.3),
+        "num_speculative_tokens": 3,
+        "enable_adaptive_verification": True,
+    }
+    return LLM(target, config, max_num_seqs=4, max_model_len=96, **options)
+
+
+def test_batch_sizes_end_at_the_limit():
+    assert profiling.batch_sizes(1) == [1]
+    assert profiling.batch_sizes(6) == [1, 2, 4, 6]
+    assert profiling.batch_sizes(8) == [1, 2, 4, 8]
+
+
+def test_profile_covers_every_batch_and_leaves_the_engine_alone():
+    llm = adaptive_llm()
+    before = llm.estimator.state_dict()
+    table = profiling.profile(llm, context=16, repeats=2)
+    assert (table.max_requests, table.max_tokens) == (4, 16)
+    assert {tuple(p[:2]) for p in table.metadata["verify_points"]} == {
+        (r, r * (1 + k)) for r in (1, 2, 4) for k in range(4)
+    }
+    assert (table.step_ms(4, [4, 8, 12, 16]) > 0).all()
+    assert table.metadata["dtype"] == "float32" and table.metadata["context"] == 16
+    assert llm.engine.running == [] and llm.engine.stats.num_steps == 0 and llm.engine.override is None
+    after = llm.estimator.state_dict()
+    assert all((before[k] == after[k]).all() if hasattr(before[k], "all") else before[k] == after[k] for k in before)
+
+
+def test_the_first_generate_profiles_once_and_the_table_is_reused(tmp_path, monkeypatch):
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    calls = []
+    real = profiling.profile
+    monkeypatch.setattr(profiling, "profile", lambda *a, **k: calls.append(1) or real(*a, **k))
+    for _ in range(2):
+        llm = adaptive_llm()
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=0))
+        assert llm.cost_table is not None
+    assert len(calls) == 1
+    (path,) = (tmp_path / "cost-tables").glob("*.json")
+    assert CostTable.load(path).max_requests == 4
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ValueError, match=path.name):
+        adaptive_llm().generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=0))
+
+
+def test_a_cost_table_for_fewer_requests_is_refused():
+    small = CostTable.from_curves([(1, 1.0), (2, 1.0)], [(1, 1.0), (8, 2.0)], max_requests=2, max_tokens=8)
+    with pytest.raises(ValueError, match="covers 2 requests, max_num_seqs is 4"):
+        adaptive_llm(cost_table=small)
+
+
+def test_profiling_plain_decoding_is_refused():
+    with pytest.raises(ValueError, match="needs a drafter"):
+        profiling.profile(LLM(tiny.llama(), max_num_seqs=2, max_model_len=64))
+
+
+def test_quickstart_on_a_tiny_pair_writes_every_row(tmp_path, monkeypatch):
+    """The whole job with a tiny target that is its own drafter: rows, ranges, table and picture."""
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    monkeypatch.setattr(quickstart, "WARMUP_INTERVAL", 4)
+    monkeypatch.setattr(LLM, "prompt_ids", lambda self, texts: [[3 + i % 40, 4, 5] for i in range(len(texts))])
+    target = tiny.llama()
+    result = quickstart.quickstart(
+        target, "draft_model", target, concurrency=(1, 3), repeats=2, max_tokens=8, max_model_len=64, progress=False
+    )
+    rows = {(r["arm"], r["concurrency"]): r for r in result["rows"]}
+    assert set(rows) == {(a, c) for a in ("none", "fixed-1", "fixed-3", "fixed-7", "adaptive-7") for c in (1, 3)}
+    for (arm, _), row in rows.items():
+        assert row["tokens_per_s_range"][0] <= row["tokens_per_s"] <= row["tokens_per_s_range"][1]
+        assert all(
+            a <= g <= v <= d
+            for a, g, v, d in zip(
+                row["accepted_by_position"],
+                row["graded_by_position"],
+                row["verified_by_position"],
+                row["drafted_by_position"],
+                strict=True,
+            )
+        )
+        assert (row["verified_per_step"] == 0) == (arm == "none")
+    fixed = rows["fixed-3", 3]
+    assert sum(fixed["accepted_by_position"]) > 0.8 * sum(fixed["graded_by_position"])  # its own drafter, but for top-p
+    assert fixed["tokens_per_request_step"] > 2
+    assert result["estimator"]["refits"] >= quickstart.WARMUP_REFITS
+    text = quickstart.table(result)
+    assert "adaptive-7" in text and "cold" in text
+    paths = quickstart.save(result, tmp_path)
+    assert json.loads(paths[0].read_text())["rows"] == result["rows"]
+    assert paths[1].stat().st_size > 10_000
+
+
+def test_selfcheck_quick_passes_and_fails_visibly():
+    report = selfcheck.run(tiny.llama(), quick=True)
+    assert selfcheck.passed(report), selfcheck.render(report)
+    report.rows.append(selfcheck.Row("something slow", 2.0, 1.0))
+    report.rows.append(selfcheck.Row("CUDA: packed", None, None))
+    assert not selfcheck.passed(report)
+    assert "FAIL" in selfcheck.render(report)
+
+
+def test_selfchecks_speed_rows_run_on_a_tiny_target(monkeypatch):
+    """Values mean nothing at this size; every row must come out, finite and with its bar."""
+    monkeypatch.setattr(selfcheck, "CONTEXT", 16)
+    llm = LLM(tiny.llama(), max_num_seqs=64, max_model_len=64)
+    rows = [*selfcheck.forward_rows(llm), *selfcheck.method_rows(llm)]
+    speed = [r for r in rows if not r.name.startswith("CUDA")]
+    assert len(speed) == 16 + 2 + 6
+    assert all(r.value > 0 and r.bar is not None for r in speed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quickstart", "--model", "./no-such-folder"], "does not exist"),
+        (["generate", "hello", "--model", "./no-such-folder"], "does not exist"),
+        (["generate", "hello", "--method", "no-such-method"], "allowed are"),
+        (["generate", "hello", "--dtype", "int3"], "dtype is 'int3'"),
+        (["train", "dflash", "--model", "./no-such-folder"], "does not exist"),
+    ],
+)
+def test_the_command_line_reports_errors_in_one_line(arguments, message, capsys):
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_no_command_prints_help(capsys):
+    assert cli.main([]) == 2
+    assert "quickstart" in capsys.readouterr().out
