@@ -1,4 +1,4 @@
-"""avref: a readable, measured reference for adaptive verification in speculative decoding, on PyTorch and Hugging Face models."""
+"""avref: adaptive verification in speculative decoding, a readable and measured reference on PyTorch."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
@@ -58,9 +60,9 @@ def _draw_survivals(axes: Axes, survival: Tensor, admitted: Tensor) -> None:
     for r, k in np.ndindex(num_requests, num_positions):
         value = float(survival[r, k])
         chosen = k < int(admitted[r])
-        style = {"fontweight": "bold"} if chosen else {"alpha": 0.7}
+        style: Any = {"fontweight": "bold"} if chosen else {"alpha": 0.7}
         axes.text(k, r, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.7 else "black", **style)
-    frame = {"fill": False, "edgecolor": POLICY_COLORS["adaptive-7"], "linewidth": 2.4, "clip_on": False}
+    frame: Any = {"fill": False, "edgecolor": POLICY_COLORS["adaptive-7"], "linewidth": 2.4, "clip_on": False}
     for r, n in enumerate(admitted.tolist()):
         if n:
             axes.add_patch(mpl.patches.Rectangle((-0.49, r - 0.45), n, 0.9, **frame))

@@ -1,6 +1,7 @@
-"""`python -m avref selfcheck`: is this machine's packed engine right, lossless and fast? Each figure beside its bar, as one report to paste into a bug report.
+"""`python -m avref selfcheck`: is the engine right, lossless and fast on this machine?
 
-Speed rows are ratios of medians, both sides interleaved in one process. On a CPU the CUDA rows stay empty, and the other way round.
+Each figure stands beside its bar, in one report to paste into a bug report. Speed rows are ratios of medians, both
+sides interleaved in one process. On a CPU the CUDA rows stay empty, and the other way round.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from tabulate import tabulate
 from torch import Tensor
@@ -120,7 +120,10 @@ def _synchronise(device: torch.device) -> None:
 
 # ---- right ----
 def correctness(llm: LLM) -> Iterator[Row]:
-    """Packed logits against the plain model; the two published counterexamples and the default rule by exact enumeration."""
+    """Packed logits against the plain model;
+
+    The two published counterexamples and the default rule by exact enumeration.
+    """
     yield Row(
         "packed logits against plain ones, largest difference over their spread",
         check_parity(llm.model),
@@ -201,7 +204,10 @@ def _once(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def _crop(cache: Any, count: int, length: int) -> None:
-    """Remove the last `count` entries; transformers counts what to remove as a negative number since 5.24, what to keep before."""
+    """Remove the last `count` entries;
+
+    Transformers counts what to remove as a negative number since 5.24, what to keep before.
+    """
     try:
         cache.crop(-count)
     except ValueError:
@@ -209,7 +215,10 @@ def _crop(cache: Any, count: int, length: int) -> None:
 
 
 def forward_rows(llm: LLM) -> Iterator[Row]:
-    """Packed decode forward against Hugging Face's batched one; ragged against uniform; cost of eight tokens each over one."""
+    """Packed decode forward against Hugging Face's batched one;
+
+    Ragged against uniform; cost of eight tokens each over one.
+    """
     bars = {1: 1.05, 4: 1.0, 16: 0.8, 64: 0.6}
     llm.model.set_attn_implementation("avref")
     for num_requests in (1, 4, 16, 64):
@@ -283,13 +292,18 @@ def method_rows(llm: LLM) -> Iterator[Row]:
     profile = SurvivalProfile()
     profile.update(s)
     accepted, verified = torch.full((64,), 2, device=llm.device), torch.full((64,), 4, device=llm.device)
+
+    def observe_and_refit() -> None:
+        estimator.observe(f, accepted, verified)
+        estimator.refit()
+
     parts: dict[str, Callable[[], Any]] = {
         "predict": lambda: estimator.predict(f),
         "survival": lambda: survival(f),
         "budget": lambda: choose_budget(s, table, 64, rule="lookahead", profile=profile.predict(448)),
         "allocate": lambda: allocate(s, 150),
         "observe": lambda: estimator.observe(f, accepted, verified),
-        "refit": lambda: (estimator.observe(f, accepted, verified), estimator.refit()),
+        "observe and refit": observe_and_refit,
     }
     for name, ms in zip(parts, interleaved(list(parts.values()), 51, llm.device), strict=True):
         yield Row(f"{name}, 64 requests, K = 7", ms, 1.0, unit="ms")
@@ -302,8 +316,7 @@ def generate_rows(llm: LLM) -> Iterator[Row]:
         prompts = [p[-256:] for p in prompts]
         longest = max(map(len, prompts))
         params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=0)
-        pad = 0
-        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=llm.device)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=llm.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=llm.device)
 
         def theirs(ids: Tensor = ids, mask: Tensor = mask) -> None:
@@ -317,7 +330,7 @@ def generate_rows(llm: LLM) -> Iterator[Row]:
                     top_p=1.0,
                     min_new_tokens=32,
                     max_new_tokens=32,
-                    pad_token_id=pad,
+                    pad_token_id=0,
                 )
 
         ours_ms, theirs_ms = interleaved([lambda: llm.generate(prompts, params), theirs], 2, llm.device)  # noqa: B023
@@ -376,7 +389,6 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
     names = ["none", "fixed-1", "fixed-3", "fixed-7", "adaptive-7"]
     for concurrency, repeats in ((1, 5), (8, 3)):
         speeds = _speeds(base, arms, names, concurrency, repeats)
-        ratios = [own / max(others) for *others, own in zip(*(speeds[n] for n in names), strict=True)]
         best = max(names[:-1], key=lambda n: statistics.median(speeds[n]))
         ratios = [a / b for a, b in zip(speeds["adaptive-7"], speeds[best], strict=True)]
         yield Row(
@@ -387,10 +399,11 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
         )
     arms["control"] = control
     speeds = _speeds(base, arms, ["fixed-7", "control", "adaptive-7"], 32, 3)
-    for other, bar in (("fixed-7", 1.5), ("control", None)):
+    bars: dict[str, float | None] = {"fixed-7": 1.5, "control": None}
+    for other, bar32 in bars.items():
         ratio = statistics.median(a / b for a, b in zip(speeds["adaptive-7"], speeds[other], strict=True))
         name = "draft everything, verify nothing" if other == "control" else other
-        yield Row(f"adaptive / {name}, 32 requests", ratio, bar, at_most=False)
+        yield Row(f"adaptive / {name}, 32 requests", ratio, bar32, at_most=False)
 
 
 def _speeds(

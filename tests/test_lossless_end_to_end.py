@@ -1,9 +1,10 @@
 """The law of what `LLM` emits, against the target's own, worked out from its logits.
 
-Thousands of requests with one prompt run to their end; the joint counts of their first three tokens (the first comes from
-the prefill, the others from decode steps in which 20 to 80 % of the drafts are trimmed) are compared with the exact law by
-a chi-square test. Seeds are fixed, so a test gives the same answer every time: a lossless setting must reach p >= ALPHA
-(it would miss it by chance once in 1,000 new seeds), a lossy control or a mutant must fall below ALPHA / 1,000.
+Thousands of requests with one prompt run to their end, half of them with top-p; the joint counts of their first three
+tokens (the first comes from the prefill, the others from decode steps in which 20 to 80 % of the drafts are trimmed) are
+compared with the exact law by a chi-square test. Seeds are fixed, so a test gives the same answer every time: a lossless
+setting must reach p >= ALPHA (with new seeds it would miss it once in 1,000 times), a lossy control or a mutant must fall
+below ALPHA / 1,000 at the same sample size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import tiny
 import torch
 from numpy.typing import NDArray
-from scipy.stats import chisquare
+from scipy.stats import chi2
 from torch import Tensor
 
 from avref import sampling
@@ -29,7 +30,7 @@ from avref.llm import LLM
 from avref.packed import plain_attention
 
 ALPHA = 1e-3
-SAMPLES = 1500  # requests behind every law
+SAMPLES = 1000  # requests behind every law
 SAFE_RULES = ("lookahead", "stale", "early_stop")
 DEPTH = 3  # tokens whose joint law is tested
 
@@ -63,13 +64,13 @@ def exact_law(target: Any, prompt: Sequence[int], top_p: float) -> NDArray[np.fl
     return law
 
 
-def p_value(answers: Sequence[Sequence[int]], law: NDArray[np.float64]) -> float:
-    """Chi-square of the first tokens of every answer; cells with fewer than 5 expected are taken together."""
+def chi_square(answers: Sequence[Sequence[int]], law: NDArray[np.float64]) -> tuple[float, int]:
+    """(statistic, degrees of freedom); cells with fewer than 5 expected answers are taken together."""
     counts = np.zeros_like(law)
     for answer in answers:
         counts[tuple(answer[:DEPTH])] += 1
     if counts[law == 0].any():
-        return 0.0  # a token outside the nucleus
+        return np.inf, 1  # a token outside the nucleus
     expected = law * len(answers)
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())
@@ -79,7 +80,13 @@ def p_value(answers: Sequence[Sequence[int]], law: NDArray[np.float64]) -> float
         observed[smallest] += observed[-1]
         expected[smallest] += expected[-1]
         observed, expected = observed[:-1], expected[:-1]
-    return float(chisquare(observed, expected * observed.sum() / expected.sum()).pvalue)
+    return float(((observed - expected) ** 2 / expected).sum()), len(observed) - 1
+
+
+def p_value(*samples: tuple[Sequence[Sequence[int]], NDArray[np.float64]]) -> float:
+    """Of independent samples together, each with its law."""
+    statistics = [chi_square(*sample) for sample in samples]
+    return float(chi2.sf(sum(s for s, _ in statistics), sum(df for _, df in statistics)))
 
 
 # A random pair: attention matters, so does every token of the prefix
@@ -91,13 +98,13 @@ NUCLEUS = 0.75
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    return tiny.sharpen(tiny.llama(vocab_size=8, num_hidden_layers=1, pad_token_id=None, eos_token_id=None), 0.8)
+    return tiny.sharpen(tiny.llama(vocab_size=8, num_hidden_layers=1, pad_token_id=None, eos_token_id=None), 1.2)
 
 
 @pytest.fixture(scope="module")
 def drafters(target: Any) -> dict[str, Any]:
     """The dflash drafter knows six of the eight tokens."""
-    return {"draft_model": tiny.near(target, 0.3), "dflash": tiny.dflash(target, 4, vocab_ids=[0, 1, 2, 4, 5, 7])}
+    return {"draft_model": tiny.near(target, 0.12), "dflash": tiny.dflash(target, 4, vocab_ids=[0, 1, 2, 4, 5, 7])}
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +119,12 @@ def run(target: Any, method: str, drafter: Any, **settings: Any) -> tuple[LLM, l
         "model": drafter,
         "num_speculative_tokens": 3,
         "enable_adaptive_verification": True,
-        "estimator": {"slope": 1.0, "intercept": 0.3, "refit_interval": 40},
+        "estimator": {"slope": 2.0, "intercept": 1.0, "refit_interval": 40},
         "probe_interval": 16,
         **settings,
     }
     costs = CostTable.from_curves(
-        [(1, 0.1), (32, 0.2)], [(1, 1.0), (32, 6.0), (48, 7.0), (64, 10.5), (128, 24.0)], max_requests=32, max_tokens=128
+        [(1, 0.1), (32, 0.2)], [(1, 1.0), (32, 6.0), (48, 6.6), (64, 7.4), (80, 9.0), (128, 16.0)], max_requests=32, max_tokens=128
     )
     llm = LLM(target, config, max_num_seqs=32, max_model_len=16, cost_table=costs)
     whole = SamplingParams(max_tokens=5)
@@ -131,43 +138,48 @@ def trimmed(llm: LLM) -> float:
     return 1 - llm.stats.verified_by_position.sum() / llm.stats.drafted_by_position.sum()
 
 
+@pytest.fixture(scope="module")
+def runs(target: Any, drafters: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    return {(m, rule): run(target, m, drafters[m], budget_rule=rule) for m in drafters for rule in SAFE_RULES}
+
+
 @pytest.mark.parametrize("rule", SAFE_RULES)
 @pytest.mark.parametrize("method", ["draft_model", "dflash"])
-def test_emitted_law(method: str, rule: str, target: Any, drafters: dict[str, Any], laws: Any) -> None:
-    llm, whole, nucleus = run(target, method, drafters[method], budget_rule=rule)
+def test_emitted_law(method: str, rule: str, runs: Any, laws: Any) -> None:
+    llm, whole, nucleus = runs[method, rule]
+    stats = llm.stats
     assert 0.2 < trimmed(llm) < 0.8
-    assert 0.1 < llm.stats.accepted_by_position.sum() / llm.stats.graded_by_position.sum() < 0.9
-    assert llm.stats.num_refits >= 5
-    assert p_value(whole, laws[1.0]) >= ALPHA
-    assert p_value(nucleus, laws[NUCLEUS]) >= ALPHA
+    assert 0.1 < stats.accepted_by_position.sum() / stats.graded_by_position.sum() < 0.9
+    assert stats.num_refits >= 4
+    assert p_value((whole, laws[1.0])) >= ALPHA
+    assert p_value((nucleus, laws[NUCLEUS])) >= ALPHA
 
 
 @pytest.mark.parametrize("method", ["draft_model", "dflash"])
 def test_emitted_law_with_greedy_drafts(method: str, target: Any, drafters: dict[str, Any], laws: Any) -> None:
     llm, whole, nucleus = run(target, method, drafters[method], draft_sample_method="greedy")
     assert 0.2 < trimmed(llm) < 0.8
-    assert p_value(whole, laws[1.0]) >= ALPHA
-    assert p_value(nucleus, laws[NUCLEUS]) >= ALPHA
+    assert p_value((whole, laws[1.0])) >= ALPHA
+    assert p_value((nucleus, laws[NUCLEUS])) >= ALPHA
 
 
-def test_the_two_laws_are_told_apart(target: Any, drafters: dict[str, Any], laws: Any) -> None:
+def test_laws_are_told_apart(drafters: dict[str, Any], runs: Any, laws: Any) -> None:
     """The check has teeth: the law without top-p is not that with it, nor is the drafter's the target's."""
-    assert not np.allclose(laws[1.0], laws[NUCLEUS])
-    _, whole, nucleus = run(target, "draft_model", drafters["draft_model"])
-    assert p_value(whole, laws[NUCLEUS]) < ALPHA / 1000
-    assert p_value(nucleus, laws[1.0]) < ALPHA / 1000
-    assert p_value(whole, exact_law(drafters["draft_model"], PROMPT, 1.0)) < ALPHA / 1000
+    _, whole, nucleus = runs["draft_model", "lookahead"]
+    assert p_value((whole, laws[NUCLEUS])) < ALPHA / 1000
+    assert p_value((nucleus, laws[1.0])) < ALPHA / 1000
+    assert p_value((whole, exact_law(drafters["draft_model"], PROMPT, 1.0))) < ALPHA / 1000
 
 
 @pytest.mark.parametrize("method", ["draft_model", "dflash"])
 def test_a_score_that_sees_the_drawn_token_is_rejected(
     method: str, target: Any, drafters: dict[str, Any], laws: Any
 ) -> None:
-    """Control of the article's footnote, as a setting that has to be allowed by name."""
+    """The article's footnote, as a setting that has to be allowed by name."""
     settings = {"feature": "logit_q_sampled", "allow_lossy": True}
-    llm, whole, _ = run(target, method, drafters[method], **settings)
-    assert 0.1 < trimmed(llm) < 0.9
-    assert p_value(whole, laws[1.0]) < ALPHA / 1000
+    llm, whole, nucleus = run(target, method, drafters[method], **settings)
+    assert 0.2 < trimmed(llm) < 0.8
+    assert p_value((whole, laws[1.0]), (nucleus, laws[NUCLEUS])) < ALPHA / 1000
 
 
 # Mutants of the engine: each must fail the test above
@@ -176,8 +188,7 @@ def test_a_score_that_sees_the_drawn_token_is_rejected(
 def test_mutant_resampling_from_p(target: Any, drafters: dict[str, Any], laws: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sampling, "residual", lambda p, q: p)
     _, whole, nucleus = run(target, "draft_model", drafters["draft_model"])
-    assert p_value(whole, laws[1.0]) < ALPHA / 1000
-    assert p_value(nucleus, laws[NUCLEUS]) < ALPHA / 1000
+    assert p_value((whole, laws[1.0]), (nucleus, laws[NUCLEUS])) < ALPHA / 1000
 
 
 def test_mutant_trimmed_drafts_count_as_rejected(
@@ -198,15 +209,15 @@ def test_mutant_trimmed_drafts_count_as_rejected(
         return verdict
 
     monkeypatch.setattr(sampling, "verify", mutant)
-    _, whole, _ = run(target, "draft_model", drafters["draft_model"])
-    assert p_value(whole, laws[1.0]) < ALPHA / 1000
+    _, whole, nucleus = run(target, "draft_model", drafters["draft_model"])
+    assert p_value((whole, laws[1.0]), (nucleus, laws[NUCLEUS])) < ALPHA / 1000
 
 
 def test_mutant_score_from_the_drawn_token(target: Any, drafters: dict[str, Any], laws: Any, monkeypatch: Any) -> None:
     """Under a lossless feature's name, so that no check of settings can notice."""
     monkeypatch.setitem(FEATURES, "logit_q_max", replace(FEATURES["logit_q_sampled"], name="logit_q_max", lossless=True))
-    _, whole, _ = run(target, "dflash", drafters["dflash"])
-    assert p_value(whole, laws[1.0]) < ALPHA / 1000
+    _, whole, nucleus = run(target, "dflash", drafters["dflash"], budget_rule="early_stop")
+    assert p_value((whole, laws[1.0]), (nucleus, laws[NUCLEUS])) < ALPHA / 1000
 
 
 # A pair made to leak: what follows the first draft says which token it was (DSpark paper, appendix A)
@@ -228,7 +239,8 @@ def staircase_pair() -> tuple[Any, Any]:
 
 
 def run_staircase(rule: str, **settings: Any) -> tuple[LLM, list[list[int]], NDArray[np.float64]]:
-    """Three requests at once; one draft each costs as much as two plain steps, the second is nearly free."""
+    """Three requests at once. Their first drafts (c = .71) are not worth their price, unless second ones come with them:
+    those cost next to nothing and are all but certain (.99) behind a sure token. Looking at them says what x_1 was."""
     target, drafter = staircase_pair()
     config = {
         "method": "draft_model",
@@ -240,23 +252,20 @@ def run_staircase(rule: str, **settings: Any) -> tuple[LLM, list[list[int]], NDA
         "probe_interval": 0,
         **settings,
     }
-    by_requests = np.full((4, 10), np.nan)
-    for r in (1, 2, 3):
-        by_requests[r, : 3 * r + 1] = 1e-3 + r * np.array([1.0] * (r + 1) + [2.0] * r + [2.2] * r)
-    by_requests[0] = 1.0
-    llm = LLM(target, config, max_num_seqs=3, max_model_len=8, cost_table=CostTable(np.zeros(4), by_requests))
-    outputs = llm.generate([[0]] * SAMPLES, SamplingParams(max_tokens=4, ignore_eos=True))
-    return llm, [o.outputs[0].token_ids for o in outputs], exact_law(target, [0], 1.0)
+    verify_ms = np.array([1.0, 1.0, 2.0, 3.0, 3.85, 4.6, 5.35, 5.85, 5.9, 5.95])  # by tokens, 3 to 9 with three requests
+    llm = LLM(target, config, max_num_seqs=3, max_model_len=8, cost_table=CostTable(np.zeros(4), verify_ms))
+    outputs = llm.generate([[1]] * SAMPLES, SamplingParams(max_tokens=4, ignore_eos=True))
+    return llm, [o.outputs[0].token_ids for o in outputs], exact_law(target, [1], 1.0)
 
 
 @pytest.mark.parametrize("rule", SAFE_RULES)
 def test_safe_rules_on_the_staircase(rule: str) -> None:
     llm, answers, law = run_staircase(rule)
-    assert 0.2 < trimmed(llm) < 0.8
-    assert p_value(answers, law) >= ALPHA
+    assert 0.2 < trimmed(llm) < 0.95
+    assert p_value((answers, law)) >= ALPHA
 
 
 def test_retrospective_budget_is_rejected() -> None:
     llm, answers, law = run_staircase("retrospective", allow_lossy=True)
     assert 0.2 < trimmed(llm) < 0.8
-    assert p_value(answers, law) < ALPHA / 1000
+    assert p_value((answers, law)) < ALPHA / 1000

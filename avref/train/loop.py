@@ -29,9 +29,9 @@ class Settings:
     """
 
     depth: int = 7
-    target_layers: tuple[int, ...] = (16, 24, 29, 30)
+    target_layers: tuple[int, ...] = (0, 8, 16, 24, 29, 30)
     num_layers: int = 1
-    intermediate_size: int = 1536
+    intermediate_size: int = 1152
     vocab_size: int = 8192
     steps: int = 8000
     sequences: int = 4
