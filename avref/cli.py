@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     quick.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests running at once")
     quick.add_argument("--repeats", type=int, default=3)
-    quick.add_argument("--max-tokens", type=int, default=48, help="tokens per request")
+    quick.add_argument("--max-tokens", type=int, default=32, help="tokens per request")
     quick.add_argument("--output", type=Path, default=Path("."), help="folder for quickstart.json and figures/")
 
     generate = _command(commands, "generate", _generate, "answer one prompt with adaptive verification")

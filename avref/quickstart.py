@@ -99,7 +99,7 @@ def quickstart(
     *,
     concurrency: Sequence[int] = (1, 8, 32),
     repeats: int = 3,
-    max_tokens: int = 48,
+    max_tokens: int = 32,
     device: str | None = None,
     dtype: str = "auto",
     max_model_len: int = 512,
@@ -128,7 +128,7 @@ def quickstart(
     jobs = [(repeat, c, name) for repeat in range(repeats) for c in concurrency for name in _rotate(list(arms), repeat)]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
-        count = _num_prompts(c)
+        count = max(2, c)
         chosen = [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
         runs.setdefault((c, name), []).append(measure(arms[name], chosen, _params(count, max_tokens, 1000 * repeat), c))
     rows = [
@@ -161,11 +161,6 @@ def quickstart(
         "machine": profiling.describe(adaptive),
         "cost_table": adaptive.cost_table.metadata,
     }
-
-
-def _num_prompts(concurrency: int) -> int:
-    """Enough requests that the batch is full for most of the run."""
-    return 3 if concurrency == 1 else concurrency + concurrency // 4
 
 
 def _params(count: int, max_tokens: int, seed: int) -> list[SamplingParams]:

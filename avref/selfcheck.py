@@ -32,7 +32,7 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: `value` compared with `bar` (`at_most` or at least); `value` None means that it does not apply here."""
+    """One figure: `value` against `bar` (`at_most` or at least); `value` None means that it does not apply here."""
 
     name: str
     value: float | None

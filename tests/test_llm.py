@@ -1,0 +1,432 @@
+"""The facade: shapes and order of what comes back, loading, and one clear error for every kind of bad input.
+
+An error must say what was seen, what is allowed and what to do; afterwards the LLM works as before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import tiny
+import torch
+
+from avref.config import SamplingParams, SpeculativeConfig
+from avref.drafters import weights
+from avref.llm import LLM, RequestOutput
+
+WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, tiny.VOCAB))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target and its tokenizer, saved as a user would have them on disk."""
+    path = tmp_path_factory.mktemp("models") / "target"
+    target.set_attn_implementation("eager")
+    target.save_pretrained(path)
+    tiny.tokenizer(WORDS).save_pretrained(path)
+    return path
+
+
+def make(model: Any, config: Any = None, **settings: Any) -> LLM:
+    sizes = {"max_num_seqs": 3, "max_model_len": 64, "cost_table": tiny.flat_costs()}
+    return LLM(model, config, **{**sizes, **settings})
+
+
+def speculative(**changes: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "num_speculative_tokens": 3, **changes}
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+# What comes back
+
+
+def test_outputs_have_the_shape_and_order_of_the_prompts(target: Any) -> None:
+    llm = make(target)
+    prompts = [[3, 4, 5], [7], [9, 8], [5] * 20, [11]]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 1, 4, 2, 7)]
+    outputs = llm.generate(prompts, params)  # they end in another order than they came
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert [len(o.outputs) for o in outputs] == [1] * 5
+    assert [len(t) for t in tokens(outputs)] == [9, 1, 4, 2, 7]
+    assert tokens(outputs) == [
+        tiny.greedy(target, p, s.max_tokens) for p, s in zip(prompts, params, strict=True)
+    ]
+    assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+
+
+def test_text_in_text_out(folder: Path, target: Any) -> None:
+    llm = make(str(folder), dtype="float32")
+    one = llm.generate("w5 w6 w7", GREEDY)
+    assert one[0].prompt_token_ids == [5, 6, 7]
+    assert tokens(one) == [tiny.greedy(target, [5, 6, 7], 8)]
+    special = {0, 1, 2}
+    assert one[0].outputs[0].text.split() == [WORDS[t] for t in tokens(one)[0] if t not in special]
+    both = llm.generate(["w5 w6 w7", "w9"], GREEDY)
+    assert tokens(both) == [tokens(one)[0], tiny.greedy(target, [9], 8)]
+
+
+def test_a_local_folder_of_a_drafter_works(folder: Path, target: Any) -> None:
+    llm = make(folder, speculative(model=str(folder)), dtype="float32")
+    assert tokens(llm.generate(["w5 w6"], GREEDY)) == [tiny.greedy(target, [5, 6], 8)]
+    assert llm.stats.accepted_by_position.sum() == llm.stats.drafted_by_position.sum() > 0
+
+
+def test_the_tokenizer_brings_its_end_of_text(folder: Path, target: Any) -> None:
+    answer = tiny.greedy(target, [5, 6, 7], 8)
+    llm = make(str(folder), dtype="float32")
+    assert llm.eos_ids == {tiny.EOS}
+    llm.eos_ids = frozenset({answer[3]})
+    out = llm.generate("w5 w6 w7", SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0]
+    assert (out.token_ids, out.finish_reason) == (answer[: answer.index(answer[3]) + 1], "stop")
+
+
+def test_chat_needs_a_template(folder: Path) -> None:
+    llm = make(str(folder), dtype="float32")
+    with pytest.raises(ValueError, match="chat template"):
+        llm.chat(["w5"])
+    llm.tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w8"
+    assert llm.chat(["w5"], GREEDY)[0].prompt_token_ids == [9, 5, 8]
+    turns = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    assert llm.chat([turns], GREEDY)[0].prompt_token_ids == [9, 5, 9, 6, 8]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_speculative_token": 3}, "'num_speculative_token'.*'num_speculative_tokens'"),
+        ({"method": "medusa"}, "'medusa'.*'draft_model', 'dflash'"),
+        ({"draft_sample_method": "beam"}, "'beam'.*'probabilistic', 'greedy'"),
+        ({"budget_rule": "best"}, "'best'.*'lookahead', 'stale', 'early_stop'"),
+        ({"feature": "q"}, "'q'.*'logit_q_max'"),
+        ({"confidence": "oracle"}, "'oracle'.*'auto', 'estimator'"),
+        ({"enable_adaptive_verification": "yes"}, "'yes'.*True, False"),
+        ({"num_speculative_tokens": 0}, "is 0;.*from 1"),
+        ({"num_speculative_tokens": 1000}, "is 1000;.*from 1"),
+        ({"num_speculative_tokens": 2.5}, "is 2.5;.*whole number"),
+        ({"num_speculative_tokens": True}, "is True;.*whole number"),
+        ({"probe_interval": -1}, "is -1;.*from 0"),
+        ({"estimator": {"stepp": "newton"}}, "'stepp'.*'step'"),
+        ({"estimator": {"step": "sgd"}}, "'sgd'.*newton"),
+        ({"estimator": "newton"}, "'newton'.*dictionary"),
+    ],
+)
+def test_bad_speculative_config(change: dict[str, Any], message: str, target: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(target, speculative(model=target, enable_adaptive_verification=True) | change)
+
+
+def test_other_bad_configurations(target: Any) -> None:
+    with pytest.raises(ValueError, match=r"needs a 'method'.*draft_model, dflash"):
+        make(target, {"num_speculative_tokens": 3})
+    with pytest.raises(ValueError, match="str; give a dictionary"):
+        make(target, "dflash")
+    with pytest.raises(ValueError, match="needs speculative_config"):
+        make(target, speculative())
+    with pytest.raises(ValueError, match="max_num_seqs is 0; it must be"):
+        make(target, max_num_seqs=0)
+    with pytest.raises(ValueError, match="max_model_len=4096 is beyond the 512 positions"):
+        make(target, max_model_len=4096)
+    with pytest.raises(ValueError, match="'int3'.*float32"):
+        LLM("nowhere/at-all", dtype="int3")
+    with pytest.raises(ValueError, match="max_num_seq"):
+        make(target, max_num_seq=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [({"feature": "logit_q_sampled"}, "logit_q_sampled"), ({"budget_rule": "retrospective"}, "retrospective")],
+)
+def test_lossy_settings_have_to_be_allowed(settings: dict[str, Any], what: str, target: Any) -> None:
+    config = speculative(model=target, enable_adaptive_verification=True, **settings)
+    with pytest.raises(ValueError, match=f"{what}.*bias.*allow_lossy=True"):
+        make(target, config)
+    make(target, {**config, "allow_lossy": True}).generate([[3]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": None}, "temperature is None"),
+        ({"top_p": 0.0}, r"top_p is 0.0; .*\(0, 1\]"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"stop_token_ids": (-2,)}, "stop token id is -2"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": "</s>"}, "stop_token_ids is '</s>'"),
+    ],
+)
+def test_bad_sampling_params(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**wrong)
+
+
+def test_sampling_params_must_fit_the_prompts(target: Any) -> None:
+    llm = make(target)
+    with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
+        llm.generate([[3], [4], [5]], [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="SamplingParams"):
+        llm.generate([[3]], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="SamplingParams"):
+        llm.generate([[3]], [{"temperature": 0}])  # type: ignore[list-item]
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[3], []], "prompt 1 is empty; give at least one token"),
+        ([[3], [4, tiny.VOCAB]], "prompt 1 holds token id 50; ids go from 0 to 49"),
+        ([[3], [-1]], "prompt 1 holds token id -1; ids go from 0 to 49"),
+        ([[3] * 64], "prompt 0 has 64 tokens; max_model_len=64.*[Ss]horten"),
+        ([3, 4, 5], "prompt 0 is 3; a prompt is a string or a list of token ids"),
+        ([[3], None], "prompt 1 is None; a prompt is"),
+        ([[3.7]], "prompt 0 .*3.7.*token ids"),
+        ([["w3"]], "prompt 0 .*'w3'.*token ids"),
+        ("w3 w4", "text prompts need a tokenizer"),
+    ],
+)
+def test_bad_prompts(prompts: Any, message: str, target: Any) -> None:
+    """Found before anything runs: no request is left behind."""
+    llm = make(target)
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.waiting and not llm.engine.running
+    assert tokens(llm.generate([[3]], GREEDY)) == [tiny.greedy(target, [3], 8)]
+
+
+def test_the_longest_prompt_that_fits_gives_one_token(target: Any) -> None:
+    out = make(target).generate([[3] * 63], GREEDY)
+    assert tokens(out) == [tiny.greedy(target, [3] * 63, 1)]
+
+
+def test_an_empty_text_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        make(str(folder), dtype="float32").generate(["w3", ""], GREEDY)
+
+
+# NaN
+
+
+POISON = 40  # its embedding is NaN, and the parity check's prompts do not hold it
+
+
+def poisoned(model: Any) -> Any:
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = float("nan")
+        model.get_output_embeddings().weight[POISON] = 0  # it is not emitted on its own
+    return model
+
+
+@pytest.mark.parametrize("where", ["plain", "target", "dflash target", "drafter"])
+def test_nan_logits_are_one_clear_error_and_leave_nothing_behind(where: str) -> None:
+    """NaN keys that stayed in the cache would turn a later, shorter request into NaN: 0 * NaN is NaN."""
+    target, drafter = tiny.llama(), tiny.near(tiny.llama(), 0.05)
+    with torch.no_grad():
+        target.lm_head.weight[POISON] = drafter.lm_head.weight[POISON] = 0
+    adaptive = speculative(enable_adaptive_verification=True)
+    if where == "plain":
+        llm = make(poisoned(target))
+    elif where == "dflash target":
+        llm = make(poisoned(target), {**adaptive, "method": "dflash", "model": tiny.dflash(target, 4)})
+    elif where == "target":
+        llm = make(poisoned(target), {**adaptive, "model": drafter})
+    else:
+        llm = make(target, {**adaptive, "model": poisoned(drafter)})
+    good = [[5] * 20, [7], [9, 8]]
+    before = tokens(llm.generate(good, GREEDY))
+    for bad in ([[3] * 5, [POISON] * 30], [[POISON] * 30], [[3], [4], [5] * 10 + [POISON]]):
+        with pytest.raises((ValueError, RuntimeError), match="NaN"):
+            llm.generate(bad, GREEDY)
+        assert tokens(llm.generate(good, GREEDY)) == before
+
+
+def test_a_model_of_nan_weights_is_refused_at_load() -> None:
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="NaN"):
+        make(model)
+
+
+# Where models come from
+
+
+def test_missing_folder() -> None:
+    with pytest.raises(ValueError, match="'/no/such/folder' does not exist; give an existing folder, a hub id"):
+        LLM("/no/such/folder")
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="could not load .* as a folder"):
+        LLM(str(tmp_path))
+
+
+def test_truncated_weights(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    with pytest.raises(RuntimeError, match="could not load"):
+        LLM(str(tmp_path), dtype="float32")
+
+
+def test_hub_id_without_a_network_fails_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_HUB_OFFLINE=1 is read when the library is imported, so its constant is set here."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"could not load 'someone/some-model' as a hub id: .*network"):
+        LLM("someone/some-model-that-is-in-no-cache")
+    assert time.monotonic() - started < 20
+
+
+# Tokenizers
+
+
+def test_different_tokenizers_are_refused(folder: Path, target: Any, tmp_path: Path) -> None:
+    """C80: the same words under other ids."""
+    target.save_pretrained(tmp_path)
+    tiny.tokenizer([*WORDS[:3], *WORDS[:2:-1]]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer differs.*'w3'.*target id 3, drafter id 49"):
+        make(str(folder), speculative(model=str(tmp_path)), dtype="float32")
+
+
+# Trained drafters on disk
+
+
+@pytest.fixture
+def saved(target: Any, tmp_path: Path) -> Path:
+    weights.save(tiny.dflash(target, 4), tmp_path / "drafter", "dflash", "tiny")
+    return tmp_path / "drafter"
+
+
+def dflash_config(path: Any, **changes: Any) -> dict[str, Any]:
+    return {"method": "dflash", "model": path, "num_speculative_tokens": 4, **changes}
+
+
+def test_a_saved_drafter_works(saved: Path, target: Any) -> None:
+    llm = make(target, dflash_config(str(saved)))
+    assert tokens(llm.generate([[3, 4]], GREEDY)) == [tiny.greedy(target, [3, 4], 8)]
+    assert llm.stats.drafted_by_position.sum() > 0
+
+
+def test_more_drafts_than_the_block_that_was_trained(saved: Path, target: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=5.*blocks of 4; use at most that many"):
+        make(target, dflash_config(str(saved), num_speculative_tokens=5))
+
+
+def test_a_drafter_of_another_width(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"target of width 32.*has 64; train one"):
+        make(tiny.llama(hidden_size=64), dflash_config(str(saved)))
+
+
+def test_a_drafter_of_a_larger_vocabulary(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"token id 49.*48.*train one"):
+        make(tiny.llama(vocab_size=48), dflash_config(str(saved)))
+
+
+def test_a_drafter_of_a_deeper_target(target: Any) -> None:
+    deeper = tiny.dflash(tiny.llama(num_hidden_layers=4), 4)
+    with pytest.raises(ValueError, match=r"hidden states 3, 4.*train one"):
+        make(target, dflash_config(deeper))
+
+
+def test_missing_drafter_folder(target: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no dflash drafter: it holds no config.json; .*avref train dflash"):
+        make(target, dflash_config(str(tmp_path)))
+    with pytest.raises(ValueError, match="no dflash drafter is shipped for"):
+        make(target, dflash_config(None))
+
+
+def damage_truncate(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def damage_json(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text[: len(text) // 2])
+
+
+def damage_bytes(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00\x93")
+
+
+def damage_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
+
+
+def damage_shape(folder: Path) -> None:
+    edit(folder, intermediate_size=8)
+
+
+def damage_key(folder: Path) -> None:
+    edit(folder, hidden_size=None)
+
+
+def damage_extra(folder: Path) -> None:
+    edit(folder, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_truncate, damage_json, damage_bytes, damage_list, damage_shape, damage_key, damage_extra],
+)
+def test_damaged_drafters(damage: Any, saved: Path, target: Any) -> None:
+    damage(saved)
+    with pytest.raises(RuntimeError, match="is damaged or of another version: .+; fetch or train it again"):
+        make(target, dflash_config(str(saved)))
+
+
+def test_a_drafter_of_another_method(saved: Path, target: Any) -> None:
+    edit(saved, method="eagle")
+    with pytest.raises(ValueError, match="not made for method 'dflash'"):
+        make(target, dflash_config(str(saved)))
+
+
+# The configuration object
+
+
+def test_configuration_object_and_dictionary_are_the_same(target: Any) -> None:
+    config = SpeculativeConfig.from_dict(speculative(model=target))
+    assert config is not None
+    assert SpeculativeConfig.from_dict(config) is config
+    assert SpeculativeConfig.from_dict(None) is None
+    assert tokens(make(target, config).generate([[3]], GREEDY)) == [tiny.greedy(target, [3], 8)]
+
+
+def test_a_cost_table_that_is_too_small_is_named_and_can_be_replaced(target: Any) -> None:
+    llm = make(target, speculative(model=target, enable_adaptive_verification=True), cost_table=tiny.flat_costs(2, 8))
+    prompts = [[3], [4], [5]]
+    with pytest.raises(ValueError, match="3 requests were not profiled: this cost table covers 1 to 2"):
+        llm.generate(prompts, GREEDY)
+    llm.cost_table = tiny.flat_costs()
+    assert tokens(llm.generate(prompts, GREEDY)) == [tiny.greedy(target, p, 8) for p in prompts]
