@@ -5,7 +5,8 @@ The keys of `SpeculativeConfig` are those of vLLM's `--speculative-config`, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -62,6 +63,8 @@ class SamplingParams:
         _integer("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**63 - 1)
+        if not isinstance(self.stop_token_ids, Collection) or isinstance(self.stop_token_ids, str):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids, empty for none")
         for token in self.stop_token_ids:
             _integer("a stop token id", token, 0)
 
@@ -92,6 +95,7 @@ class SpeculativeConfig:
     allow_lossy: bool = False
 
     def __post_init__(self) -> None:
+        from avref.estimator import OnlineAcceptanceEstimator
         from avref.features import FEATURES
 
         one_of("method", self.method, METHODS)
@@ -103,6 +107,10 @@ class SpeculativeConfig:
             one_of(flag, getattr(self, flag), (True, False))
         _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
         _integer("probe_interval", self.probe_interval, 0)
+        if not isinstance(self.estimator, Mapping):
+            raise ValueError(f"estimator is {self.estimator!r}; give a dictionary of its keyword arguments")
+        for key in self.estimator:
+            one_of("an estimator key", key, [*inspect.signature(OnlineAcceptanceEstimator).parameters][1:])
         lossy = [f"feature={self.feature!r}"] if not FEATURES[self.feature].lossless else []
         lossy += ["budget_rule='retrospective'"] if self.budget_rule == "retrospective" else []
         if lossy and not self.allow_lossy:

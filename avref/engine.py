@@ -145,6 +145,9 @@ class Engine:
         """Forget all requests (after an error in the middle of a step)."""
         self.waiting.clear()
         self.running.clear()
+        self.target.cache.clear()
+        if self.drafter:
+            self.drafter.clear()
 
     # ---- prefill ----
     def prefill(self, entering: list[Request]) -> None:

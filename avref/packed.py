@@ -116,6 +116,10 @@ class KVCache:
             self.layers[layer] = (grown[0], grown[1])
         return self.layers[layer]
 
+    def clear(self) -> None:
+        """Forget everything. A NaN left behind would survive any mask: 0 * NaN is NaN."""
+        self.layers.clear()
+
     def move(self, source: int, target: int) -> None:
         """Copy one request's row over another: how the running rows stay consecutive when a request leaves."""
         for keys, values in self.layers.values():

@@ -314,7 +314,10 @@ def test_all_drafts_rejected() -> None:
     for temperature in (0.0, 1.0):
         llm = make(target, "draft_model", wrong, 3)
         out = llm.generate([[5], [1, 2]], SamplingParams(temperature=temperature, max_tokens=9))
-        assert tokens(out) == [[6, 7, 0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 0, 1, 2, 3]]  # token id 0 is an ordinary one
+        assert tokens(out) == [
+            [6, 7, 0, 1, 2, 3, 4, 5, 6],
+            [3, 4, 5, 6, 7, 0, 1, 2, 3],
+        ]  # token id 0 is an ordinary one
         assert llm.stats.num_steps == 8
         assert llm.stats.accepted_by_position.sum() == 0
         assert llm.stats.graded_by_position[0] > 0 == llm.stats.graded_by_position[1:].sum()
@@ -515,7 +518,9 @@ def failing(target: Any, drafters: dict[str, Any], request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize(
-    "failing", [("draft_model", RuntimeError), ("dflash", RuntimeError), ("draft_model", KeyboardInterrupt)], indirect=True
+    "failing",
+    [("draft_model", RuntimeError), ("dflash", RuntimeError), ("draft_model", KeyboardInterrupt)],
+    indirect=True,
 )
 def test_after_an_error_the_next_call_is_clean(failing: LLM, plain_greedy: list[list[int]]) -> None:
     with pytest.raises((RuntimeError, KeyboardInterrupt), match="in the middle"):

@@ -125,7 +125,10 @@ def run(target: Any, method: str, drafter: Any, **settings: Any) -> tuple[LLM, l
         **settings,
     }
     costs = CostTable.from_curves(
-        [(1, 0.1), (32, 0.2)], [(1, 1.0), (32, 6.0), (48, 6.6), (64, 7.4), (80, 9.0), (128, 16.0)], max_requests=32, max_tokens=128
+        [(1, 0.1), (32, 0.2)],
+        [(1, 1.0), (32, 6.0), (48, 6.6), (64, 7.4), (80, 9.0), (128, 16.0)],
+        max_requests=32,
+        max_tokens=128,
     )
     llm = LLM(target, config, max_num_seqs=32, max_model_len=16, cost_table=costs)
     whole = SamplingParams(max_tokens=5)
@@ -216,7 +219,9 @@ def test_mutant_trimmed_drafts_count_as_rejected(
 
 def test_mutant_score_from_the_drawn_token(target: Any, drafters: dict[str, Any], laws: Any, monkeypatch: Any) -> None:
     """Under a lossless feature's name, so that no check of settings can notice."""
-    monkeypatch.setitem(FEATURES, "logit_q_max", replace(FEATURES["logit_q_sampled"], name="logit_q_max", lossless=True))
+    monkeypatch.setitem(
+        FEATURES, "logit_q_max", replace(FEATURES["logit_q_sampled"], name="logit_q_max", lossless=True)
+    )
     _, whole, nucleus = run(target, "dflash", drafters["dflash"], budget_rule="early_stop", estimator=STEEP)
     assert p_value((whole, laws[1.0]), (nucleus, laws[NUCLEUS])) < ALPHA / 1000
 

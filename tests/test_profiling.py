@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from avref import LLM, SamplingParams, cli, profiling, quickstart, selfcheck
+from avref import LLM, SamplingParams, cli, profiling, quickstart, selfcheck, speed
 from avref.cost_table import CostTable
 from tests import tiny
 
@@ -117,9 +117,9 @@ def test_selfcheck_quick_passes_and_fails_visibly():
 
 def test_selfchecks_speed_rows_run_on_a_tiny_target(monkeypatch):
     """Values mean nothing at this size; every row must come out, finite and with its bar."""
-    monkeypatch.setattr(selfcheck, "CONTEXT", 16)
+    monkeypatch.setattr(speed, "CONTEXT", 16)
     llm = LLM(tiny.llama(), max_num_seqs=64, max_model_len=64)
-    rows = [*selfcheck.forward_rows(llm), *selfcheck.method_rows(llm)]
+    rows = [*speed.forward_rows(llm), *speed.method_rows(llm)]
     speed = [r for r in rows if not r.name.startswith("CUDA")]
     assert len(speed) == 16 + 2 + 6
     assert all(r.value > 0 and r.bar is not None for r in speed)

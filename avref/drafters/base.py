@@ -63,6 +63,9 @@ class Drafter(Protocol):
         Request r's newest token sits at position lengths[r]; uniforms [R, depth] in [0, 1) decide the draws.
         """
 
+    def clear(self) -> None:
+        """Forget all requests (after an error): no key or value may stay behind."""
+
     def move(self, source: int, target: int) -> None:
         """Copy a request's state from row `source` to row `target`."""
 

@@ -145,7 +145,7 @@ class DFlashDrafter:
     def load(cls, config: SpeculativeConfig, llm: LLM, max_rows: int) -> DFlashDrafter:
         """The drafter of `config.model`: a loaded `DFlashModel`, a folder, or None for the shipped one.
 
-        Raises ValueError when it cannot draft K tokens, or was made for a target of another width.
+        Raises ValueError when it cannot draft K tokens, or was made for a target of another width, depth or vocabulary.
         """
         from avref.drafters import weights
 
@@ -161,6 +161,13 @@ class DFlashDrafter:
         if trained.hidden_size != width:
             raise ValueError(
                 f"this dflash drafter was trained for a target of width {trained.hidden_size}, {llm.name} has {width}; "
+                "train one for it: python -m avref train dflash"
+            )
+        deepest, last_id = llm.model.config.get_text_config().num_hidden_layers, int(model.vocab_ids.max())
+        if max(trained.target_layers) > deepest or last_id >= llm.vocab_size:
+            raise ValueError(
+                f"this dflash drafter reads hidden states {', '.join(map(str, trained.target_layers))} and drafts up to "
+                f"token id {last_id}; {llm.name} has hidden states 0 to {deepest} and ids 0 to {llm.vocab_size - 1}; "
                 "train one for it: python -m avref train dflash"
             )
         return cls(model, llm.model, max_rows, llm.max_model_len)
@@ -181,6 +188,9 @@ class DFlashDrafter:
         for i, layer in enumerate(self.model.decoder_layers):
             self.cache.update(i, layout, *layer.keys_values(context, cos, sin))
         self.newest[layout.first_row : layout.first_row + layout.num_rows] = context[newest]
+
+    def clear(self) -> None:
+        self.cache.clear()
 
     def move(self, source: int, target: int) -> None:
         self.cache.move(source, target)

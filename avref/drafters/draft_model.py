@@ -72,6 +72,9 @@ class DraftModel:
             self.backlog[row] += ids[in_cache:n]
             self.fed[row] = 0
 
+    def clear(self) -> None:
+        self.model.cache.clear()
+
     def move(self, source: int, target: int) -> None:
         self.model.cache.move(source, target)
         self.cached[target], self.fed[target] = self.cached[source], self.fed[source]

@@ -51,7 +51,7 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
                 f"train one with: python -m avref train {method}"
             )
     try:
-        stored = json.loads((folder / "config.json").read_text())
+        stored = dict(json.loads((folder / "config.json").read_bytes()))
         if stored.pop("method", None) != method:
             raise ValueError(f"{str(folder)!r} was not made for method {method!r}")
         stored.pop("target", None)
@@ -59,7 +59,7 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
         model = model_class(config_class(**stored))
         tensors = load_file(folder / "model.safetensors")
         model.load_state_dict({k: v.float() if v.is_floating_point() else v.long() for k, v in tensors.items()})
-    except (json.JSONDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise RuntimeError(
             f"the drafter in {str(folder)!r} is damaged or of another version: {first}; fetch or train it again"

@@ -44,6 +44,9 @@ class Recorder:
         for row, state in enumerate(hidden.bfloat16()):
             self.rows[row].append(state[None])
 
+    def clear(self) -> None:
+        self.rows.clear()
+
     def move(self, source: int, target: int) -> None:
         self.rows[target] = self.rows[source]
 
