@@ -71,7 +71,7 @@ def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwa
     if report["missing_keys"]:  # transformers fills them with random numbers
         missing = sorted(report["missing_keys"])
         raise RuntimeError(
-            f"{str(name)!r} holds no weights for {missing[0]} ({len(missing)} missing); the checkpoint is incomplete or "
+            f"{str(name)!r} holds no weights for {missing[0]} ({len(missing)} missing); it is incomplete or "
             "of another architecture: fetch it again"
         )
     model = (model if "device_map" in kwargs else model.to(device)).eval()

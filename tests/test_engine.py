@@ -1,11 +1,12 @@
 """The engine on tiny models: greedy and seeded decoding, endings inside a block, counting, learning, odd batches.
 
-Oracles: `model.generate` of plain Hugging Face, a request run on its own, and a drafter that is the target itself, whose
-drafts must all be accepted. Laws are tested in test_lossless_end_to_end.py.
+Oracles: `model.generate` of plain Hugging Face, a request run on its own, and a drafter that is the target itself,
+whose drafts must all be accepted. Laws are tested in test_lossless_end_to_end.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -398,7 +399,7 @@ def mixed_run(request: pytest.FixtureRequest, target: Any, drafters: dict[str, A
 def test_counts_are_nested(mixed_run: LLM) -> None:
     s = mixed_run.stats
     chain = (s.accepted_by_position, s.graded_by_position, s.verified_by_position, s.drafted_by_position)
-    for fewer, more in zip(chain, chain[1:], strict=False):
+    for fewer, more in itertools.pairwise(chain):
         assert (fewer <= more).all()
     for counts in chain:
         assert (np.diff(counts) <= 0).all()  # prefixes: no position without the one before it

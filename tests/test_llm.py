@@ -143,7 +143,7 @@ def test_other_bad_configurations(target: Any) -> None:
         make(target, max_num_seqs=0)
     with pytest.raises(ValueError, match="max_model_len=4096 is beyond the 512 positions"):
         make(target, max_model_len=4096)
-    with pytest.raises(ValueError, match="'int3'.*float32"):
+    with pytest.raises(ValueError, match=r"'int3'.*float32"):
         LLM("nowhere/at-all", dtype="int3")
     with pytest.raises(ValueError, match="max_num_seq"):
         make(target, max_num_seq=3)
@@ -280,7 +280,7 @@ def test_missing_folder() -> None:
 
 
 def test_empty_folder(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="could not load .* as a folder"):
+    with pytest.raises(RuntimeError, match=r"could not load .* as a folder"):
         LLM(str(tmp_path))
 
 
@@ -319,7 +319,7 @@ def test_different_tokenizers_are_refused(folder: Path, target: Any, tmp_path: P
     """C80: the same words under other ids."""
     target.save_pretrained(tmp_path)
     tiny.tokenizer([*WORDS[:3], *WORDS[:2:-1]]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="tokenizer differs.* in 46 tokens of 50 .*target id .*, drafter id"):
+    with pytest.raises(ValueError, match=r"tokenizer differs.* in 46 tokens of 50 .*target id .*, drafter id"):
         make(str(folder), speculative(model=str(tmp_path)), dtype="float32")
 
 
@@ -411,7 +411,7 @@ def damage_extra(folder: Path) -> None:
 )
 def test_damaged_drafters(damage: Any, saved: Path, target: Any) -> None:
     damage(saved)
-    with pytest.raises(RuntimeError, match="is damaged or of another version: .+; fetch or train it again"):
+    with pytest.raises(RuntimeError, match=r"is damaged or of another version: .+; fetch or train it again"):
         make(target, dflash_config(str(saved)))
 
 

@@ -1,10 +1,10 @@
 """The law of what `LLM` emits, against the target's own, worked out from its logits.
 
 Thousands of requests with one prompt run to their end, half of them with top-p; the joint counts of their first three
-tokens (the first comes from the prefill, the others from decode steps in which 20 to 80 % of the drafts are trimmed) are
-compared with the exact law by a chi-square test. Seeds are fixed, so a test gives the same answer every time: a lossless
-setting must reach p >= ALPHA (with new seeds it would miss it once in 1,000 times), a lossy control or a mutant must fall
-below ALPHA / 1,000 at the same sample size.
+tokens (the first comes from the prefill, the others from decode steps in which 20 to 80 % of the drafts are trimmed)
+are compared with the exact law by a chi-square test. Seeds are fixed, so a test gives the same answer every time: a
+lossless setting must reach p >= ALPHA (with new seeds it would miss it once in 1,000 times), a lossy control or a
+mutant must fall below ALPHA / 1,000 at the same sample size.
 """
 
 from __future__ import annotations
@@ -230,7 +230,8 @@ def test_mutant_score_from_the_drawn_token(target: Any, drafters: dict[str, Any]
 
 
 def staircase_pair() -> tuple[Any, Any]:
-    """Bigram models over 4 tokens. From 0 or 3 both go to 1 or 2, one as likely as the other; after 1 the drafter is sure
+    """Bigram models over 4 tokens. From 0 or 3 both go to 1 or 2, one as likely as the other; after 1 the drafter is
+    sure
     (and right) that 3 follows, after 2 it is unsure."""
     table = torch.full((4, 4), -6.0)
     table[[0, 3], 1:3] = 1.0
@@ -243,7 +244,8 @@ def staircase_pair() -> tuple[Any, Any]:
 
 def run_staircase(rule: str, **settings: Any) -> tuple[float, list[list[int]], NDArray[np.float64]]:
     """Waves of three requests. Their first drafts (c = .71) are not worth their price, unless two second ones come with
-    them: those cost next to nothing and are all but certain (.99) behind a sure token. Looking at them says what x_1 was.
+    them: those cost next to nothing and are all but certain (.99) behind a sure token. Looking at them says what x_1
+    was.
     """
     target, drafter = staircase_pair()
     config = {

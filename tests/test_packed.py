@@ -1,8 +1,8 @@
 """The packed forward against separate plain Hugging Face runs, whatever way the tokens come in.
 
-The oracle is the unmodified model with eager attention, one sequence at a time, without a cache. Differences are measured
-in units of the logits' spread; in float32 they must stay below 1e-5. The same comparison must notice mutants: a mask that
-looks ahead, positions that are off, a rollback that keeps rejected keys.
+The oracle is the unmodified model with eager attention, one sequence at a time, without a cache. Differences are
+measured in units of the logits' spread; in float32 they must stay below 1e-5. The same comparison must notice
+mutants: a mask that looks ahead, positions that are off, a rollback that keeps rejected keys.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def in_ragged_steps(model: Any, rows: Sequence[Sequence[int]], seed: int, max_ro
     """Logits of every token of every row, fed as the engine feeds them.
 
     At most `max_rows` run at once. A row enters behind the running ones with a prompt of random length; then every step
-    gives each running row 1 to 4 tokens of its own and up to 3 wrong ones behind them, which are rolled back. When a row
-    is done the last one moves into its place, so neighbours keep changing.
+    gives each running row 1 to 4 tokens of its own and up to 3 wrong ones behind them, which are rolled back. When a
+    row is done the last one moves into its place, so neighbours keep changing.
     """
     random = np.random.default_rng(seed)
     packed_model = PackedModel(model, max_rows, max(map(len, rows)) + 8)
@@ -208,7 +208,7 @@ def test_positions_of_the_longest_row_for_all_are_noticed_by_gpt2() -> None:
 
 
 def test_rejected_keys_are_out_of_the_softmax_not_zeroed() -> None:
-    """C61: with a query [1, 0], keys [2, 0] and [1, 0], values 1 and 0, the answer is .731; two zeroed keys give .610."""
+    """C61: with a query [1, 0], keys [2, 0] and [1, 0], values 1 and 0, it is .731; two zeroed keys give .610."""
     query = torch.tensor([[[1.0, 0.0]]])  # [T, H, D]
     keys = torch.tensor([[[[2.0, 0.0]], [[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]]]])  # [R, L, H_kv, D]
     values = torch.tensor([[[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]]]])
@@ -315,7 +315,7 @@ def test_check_parity_refuses_bloom() -> None:
     from transformers import BloomConfig
 
     bloom = tiny.build(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
-    with pytest.raises(RuntimeError, match="BloomForCausalLM.*(differ|cannot run)"):
+    with pytest.raises(RuntimeError, match=r"BloomForCausalLM.*(differ|cannot run)"):
         check_parity(bloom)
 
 

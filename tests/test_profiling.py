@@ -120,9 +120,9 @@ def test_selfchecks_speed_rows_run_on_a_tiny_target(monkeypatch):
     monkeypatch.setattr(speed, "CONTEXT", 16)
     llm = LLM(tiny.llama(), max_num_seqs=64, max_model_len=64)
     rows = [*speed.forward_rows(llm), *speed.method_rows(llm)]
-    speed = [r for r in rows if not r.name.startswith("CUDA")]
-    assert len(speed) == 16 + 2 + 6
-    assert all(r.value > 0 and r.bar is not None for r in speed)
+    timed = [r for r in rows if not r.name.startswith("CUDA")]
+    assert len(timed) == 16 + 2 + 6
+    assert all(r.value > 0 and r.bar is not None for r in timed)
 
 
 @pytest.mark.parametrize(

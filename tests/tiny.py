@@ -1,7 +1,7 @@
 """Tiny random models, a word-level tokenizer and cost tables, made in the test that uses them.
 
-Weights are drawn wide (`initializer_range`), so that attention is peaked and a wrong mask or position moves the logits by
-about their own spread, and so that distributions are peaked as a language model's are.
+Weights are drawn wide (`initializer_range`), so that attention is peaked and a wrong mask or position moves the
+logits by about their own spread, and so that distributions are peaked as a language model's are.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class DFlashDrafter:
         deepest, last_id = llm.model.config.get_text_config().num_hidden_layers, int(model.vocab_ids.max())
         if max(trained.target_layers) > deepest or last_id >= llm.vocab_size:
             raise ValueError(
-                f"this dflash drafter reads hidden states {', '.join(map(str, trained.target_layers))} and drafts up to "
+                f"this drafter reads hidden states {', '.join(map(str, trained.target_layers))} and drafts up to "
                 f"token id {last_id}; {llm.name} has hidden states 0 to {deepest} and ids 0 to {llm.vocab_size - 1}; "
                 "train one for it: python -m avref train dflash"
             )
