@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,33 @@ class LLM:
         All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a
         token id outside the vocabulary.
         """
+        requests = self._requests(prompts, sampling_params)
+        self._run(requests, lambda: bool(self.engine.waiting or self.engine.running), use_tqdm)
+        return [
+            RequestOutput(
+                r.prompt_ids, [CompletionOutput(r.output_ids, self._decode(r.output_ids), r.finish_reason or "")]
+            )
+            for r in requests
+        ]
+
+    def measure(self, prompts: Any, sampling_params: Any = None) -> Stats:
+        """Counts and times of decoding with a full batch: stop once fewer than `max_num_seqs` requests are running.
+
+        Give more prompts than `max_num_seqs`; those that have not ended by then are dropped. A batch that drains would
+        punish whoever ends early.
+        """
+        engine = self.engine
+        requests = self._requests(prompts, sampling_params)
+        self._run(requests, lambda: bool(engine.waiting) or len(engine.running) >= engine.max_num_seqs)
+        engine.abort()
+        return engine.stats
+
+    def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
-        requests = [self._request(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
+        return [self._request(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
+
+    def _run(self, requests: list[Request], keep_going: Callable[[], bool], use_tqdm: bool = False) -> None:
         engine = self.engine
         if engine.adaptive and engine.cost_table is None and requests:
             from avref.profiling import load_or_profile
@@ -161,7 +185,7 @@ class LLM:
             engine.add(request)
         try:
             with tqdm(total=len(requests), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar:
-                while engine.waiting or engine.running:
+                while keep_going():
                     bar.update(len(engine.step()))
                     bar.set_postfix_str(f"{engine.stats.num_tokens} tokens", refresh=False)
         except BaseException:
@@ -170,12 +194,6 @@ class LLM:
         for name, ms in engine.watch.read().items():
             setattr(engine.stats, f"{name}_ms", ms)
         engine.stats.wall_s = time.perf_counter() - started
-        return [
-            RequestOutput(
-                r.prompt_ids, [CompletionOutput(r.output_ids, self._decode(r.output_ids), r.finish_reason or "")]
-            )
-            for r in requests
-        ]
 
     def chat(
         self,

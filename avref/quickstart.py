@@ -70,10 +70,9 @@ def make_arms(base: LLM, method: str, drafter: Any, max_num_seqs: int, depth: in
 
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int) -> Run:
-    """Decode the prompts with at most `concurrency` of them running."""
+    """Decode with `concurrency` requests running, until the prompts no longer fill the batch."""
     llm.engine.max_num_seqs = concurrency
-    llm.generate(prompts, params)
-    return Run(llm.stats)
+    return Run(llm.measure(prompts, params))
 
 
 def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int = WARMUP_CONCURRENCY) -> int:
@@ -128,7 +127,7 @@ def quickstart(
     jobs = [(repeat, c, name) for repeat in range(repeats) for c in concurrency for name in _rotate(list(arms), repeat)]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
-        count = max(2, c)
+        count = max(3, c + c // 2)  # some enter when others leave
         chosen = [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
         runs.setdefault((c, name), []).append(measure(arms[name], chosen, _params(count, max_tokens, 1000 * repeat), c))
     rows = [
@@ -202,7 +201,16 @@ def _row(concurrency: int, arm: str, runs: Sequence[Run], plain: Sequence[float]
 
 def table(result: dict[str, Any]) -> str:
     """The result as one readable table."""
-    header = ["requests", "arm", "tokens/s", "lowest - highest", "x none"]
+    header = [
+        "requests",
+        "arm",
+        "tokens/s",
+        "lowest - highest",
+        "x none",
+        "tokens per\nforward",
+        "per request\nand step",
+        "drafts verified\nper step",
+    ]
     header += ["tokens per forward", "tokens per request and step", "drafts verified per step"]
     lines = [
         [
@@ -223,7 +231,10 @@ def table(result: dict[str, Any]) -> str:
         "temperature 1, top-p 0.95; decoding only (prefill apart)",
         "",
     ]
-    text += [tabulate(lines, header, tablefmt="simple", colalign=("right", "left", *["right"] * 6)), ""]
+    text += [
+        tabulate(lines, header, tablefmt="simple", disable_numparse=True, colalign=("right", "left", *["right"] * 6)),
+        "",
+    ]
     text += ["acceptance by position, accepted / graded:"]
     for r in result["rows"]:
         if r["arm"] in ("fixed-7", "adaptive-7"):

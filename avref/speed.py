@@ -327,7 +327,7 @@ def _speeds(
     from avref import quickstart
 
     prompts = base.prompt_ids(workloads.mix())
-    count = 3 if concurrency == 1 else concurrency + concurrency // 4
+    count = max(3, concurrency + concurrency // 2)
     speeds: dict[str, list[float]] = {n: [] for n in names}
     for repeat in range(repeats):
         chosen = [prompts[(100 + repeat * count + i) % len(prompts)] for i in range(count)]
