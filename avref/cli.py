@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return int(arguments.run(arguments) or 0)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"avref: error: {error}", file=sys.stderr)
         return 2
 

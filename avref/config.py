@@ -59,11 +59,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _real("temperature", self.temperature, 0.0, 100.0)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0)
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        one_of("ignore_eos", self.ignore_eos, (True, False))
         _integer("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
             _integer("seed", self.seed, 0, 2**63 - 1)
-        if not isinstance(self.stop_token_ids, Collection) or isinstance(self.stop_token_ids, str):
+        if not isinstance(self.stop_token_ids, Collection) or isinstance(self.stop_token_ids, (str, bytes)):
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids, empty for none")
         for token in self.stop_token_ids:
             _integer("a stop token id", token, 0)

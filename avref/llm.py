@@ -71,7 +71,7 @@ class LLM:
     ) -> None:
         self.config = SpeculativeConfig.from_dict(speculative_config)
         for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
         named = isinstance(model, (str, Path))
         if model_kwargs and not named:
@@ -178,6 +178,8 @@ class LLM:
             from avref.profiling import load_or_profile
 
             engine.cost_table = load_or_profile(self)
+        if engine.waiting or engine.running:
+            raise RuntimeError("generate is already running on this LLM; wait for it, or use another LLM")
         engine.stats = Stats.zeros(engine.num_positions)
         engine.watch.totals = dict.fromkeys(engine.watch.totals, 0.0)
         started = time.perf_counter()
@@ -211,6 +213,14 @@ class LLM:
         """Token ids of messages in the tokenizer's chat template, ready for the assistant's turn."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate with plain text or token ids")
+        if isinstance(messages, str):
+            messages = [messages]
+        for item in messages:
+            turns = [] if isinstance(item, str) else item
+            if not isinstance(turns, Sequence) or not all(isinstance(t, Mapping) for t in turns):
+                raise ValueError(
+                    f"a conversation is {item!r}; give a string, or a list of {{'role', 'content'}} messages"
+                )
         conversations = [[{"role": "user", "content": m}] if isinstance(m, str) else list(m) for m in messages]
         texts = [
             self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
@@ -224,15 +234,19 @@ class LLM:
         return self._encode(texts)
 
     def _encode(self, prompts: Any) -> list[list[int]]:
+        if not isinstance(prompts, (str, Sequence)) or isinstance(prompts, (bytes, bytearray)):
+            raise ValueError(
+                f"prompts is {type(prompts).__name__}; give a string, a list of strings, or lists of token ids"
+            )
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if any(isinstance(p, str) for p in prompts) and self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer: pass LLM(..., tokenizer=...) or give lists of token ids")
         encoded = []
         for i, prompt in enumerate(prompts):
-            if not isinstance(prompt, (str, Sequence)):
+            if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray)):
                 raise ValueError(f"prompt {i} is {prompt!r}; a prompt is a string or a list of token ids")
             try:
-                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(t) for t in prompt]
+                ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
             except TypeError as error:
                 raise ValueError(f"prompt {i} is {prompt!r}; token ids are whole numbers") from error
             if not ids:
@@ -284,3 +298,10 @@ class LLM:
                 f"max_model_len={max_model_len} is beyond the {limit} positions of {self.name}; pass at most {limit}"
             )
         return max_model_len
+
+
+def _ids(prompt: Sequence[Any]) -> list[int]:
+    """Token ids as plain integers; TypeError for anything else, True and False included."""
+    if any(isinstance(t, bool) for t in prompt):
+        raise TypeError("a truth value is no token id")
+    return [operator.index(t) for t in prompt]

@@ -35,7 +35,13 @@ def cache_dir() -> Path:
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
     """The given device, else the first CUDA GPU, else the CPU."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {device!r}; give a torch device such as 'cpu', 'cuda' or 'cuda:1'") from error
+    if chosen.type == "meta" or (chosen.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"device {str(chosen)!r} cannot be used here; leave it out, or pass 'cpu'")
+    return chosen
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -96,7 +102,7 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
         )
     try:
         return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         kind = "folder" if is_path else "hub id"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RuntimeError(

@@ -46,6 +46,7 @@ def describe(llm: LLM) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "target": llm.name,
+        "target_parameters": sum(p.numel() for p in llm.model.parameters()),
         "method": llm.config.method if llm.config else None,
         "drafter": str(llm.config.model)
         if llm.config and not isinstance(llm.config.model, torch.nn.Module)
@@ -74,8 +75,11 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     if path.is_file() and not again:
         return CostTable.load(path)
     table = profile(llm, context, repeats)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.save(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.save(path)
+    except OSError as error:
+        print(f"avref: the cost table could not be saved for next time: {error}", file=sys.stderr)
     return table
 
 

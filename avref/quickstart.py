@@ -110,6 +110,13 @@ def quickstart(
     `cost_table`. Each repeat has prompts of its own from the mix of the five workloads; every arm decodes the same
     prompts with the same seeds. Medians over repeats, with the lowest and the highest.
     """
+    for name, value, least in (
+        ("repeats", repeats, 1),
+        ("max_tokens", max_tokens, 2),
+        *(("concurrency", c, 1) for c in concurrency),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
     base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
     arms = make_arms(base, method, drafter, max(concurrency))
     adaptive = arms["adaptive-7"]

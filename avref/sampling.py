@@ -169,7 +169,7 @@ def verify(
 def _accepts(logits: Tensor, x: Tensor, threshold: Tensor, settings: _Settings) -> Tensor:
     """threshold < p(x) for each row [n], truncating only the rows where bounds on the kept mass leave it open."""
     if bool(settings.greedy().all()):
-        return (_argmax(logits) == x) & (threshold < 1)
+        return (argmax(logits) == x) & (threshold < 1)
     p = _softmax(logits, settings)  # [n, V]
     p_x = p.gather(1, x[:, None]).squeeze(1)  # [n]
     limit = settings.mass_limit()
@@ -196,11 +196,11 @@ def _accepts(logits: Tensor, x: Tensor, threshold: Tensor, settings: _Settings) 
 def _probs(logits: Tensor, settings: _Settings) -> Tensor:
     greedy = settings.greedy()
     if bool(greedy.all()):
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(1, _argmax(logits)[:, None], 1.0)
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(1, argmax(logits)[:, None], 1.0)
     p = _softmax(logits, settings)  # [n, V]
     rows = greedy.nonzero().squeeze(1)
     if len(rows):
-        p[rows] = torch.zeros_like(p[rows]).scatter_(1, _argmax(logits[rows])[:, None], 1.0)
+        p[rows] = torch.zeros_like(p[rows]).scatter_(1, argmax(logits[rows])[:, None], 1.0)
     by_k = settings.cut_by_k(p.shape[1])
     for cut, chosen in ((_cut_k, by_k), (_cut_p, (settings.top_p < 1) & ~by_k)):
         rows = (chosen & ~greedy).nonzero().squeeze(1)
@@ -273,7 +273,7 @@ def _softmax(logits: Tensor, settings: _Settings) -> Tensor:
     return p
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     best = logits.float().argmax(-1)  # [n], the first of equals
     _refuse_logits(~logits.gather(1, best[:, None]).squeeze(1).isfinite())
     return best

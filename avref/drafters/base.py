@@ -77,7 +77,7 @@ def draw(logits: Tensor, temperature: Tensor, uniforms: Tensor, greedy: bool) ->
     acceptance ratio and for the residual. With `greedy` every row is one-hot at its argmax, and q is None.
     """
     if greedy:
-        ids = logits.argmax(dim=-1)
+        ids = sampling.argmax(logits)  # refuses NaN, as the draw below does
         return ids, None, torch.ones_like(uniforms)
     q = sampling.probs(
         logits, temperature, torch.zeros_like(temperature, dtype=torch.long), torch.ones_like(temperature)

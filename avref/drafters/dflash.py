@@ -11,6 +11,7 @@ Embedding and head rows are the target's own; the head covers a reduced vocabula
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -132,7 +133,7 @@ class DFlashDrafter:
 
     def __init__(self, model: DFlashModel, target: Any, max_rows: int, max_length: int) -> None:
         weights = target.get_output_embeddings().weight
-        self.model = model.to(device=weights.device, dtype=weights.dtype).eval().requires_grad_(False)
+        self.model = copy.deepcopy(model).to(device=weights.device, dtype=weights.dtype).eval().requires_grad_(False)
         self.embedding = target.get_input_embeddings()
         self.vocab_ids = self.model.vocab_ids.to(weights.device)  # [V_d]
         self.head = weights[self.vocab_ids].detach()  # [V_d, D]
@@ -163,8 +164,12 @@ class DFlashDrafter:
                 f"this dflash drafter was trained for a target of width {trained.hidden_size}, {llm.name} has {width}; "
                 "train one for it: python -m avref train dflash"
             )
+        if len(model.vocab_ids.unique()) < len(model.vocab_ids) or int(model.vocab_ids.min()) < 0:
+            raise ValueError(
+                "this dflash drafter's vocab_ids hold a token twice or a negative id; fetch or train it again"
+            )
         deepest, last_id = llm.model.config.get_text_config().num_hidden_layers, int(model.vocab_ids.max())
-        if max(trained.target_layers) > deepest or last_id >= llm.vocab_size:
+        if not 0 <= min(trained.target_layers) <= max(trained.target_layers) <= deepest or last_id >= llm.vocab_size:
             raise ValueError(
                 f"this drafter reads hidden states {', '.join(map(str, trained.target_layers))} and drafts up to "
                 f"token id {last_id}; {llm.name} has hidden states 0 to {deepest} and ids 0 to {llm.vocab_size - 1}; "

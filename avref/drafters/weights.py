@@ -38,6 +38,10 @@ def save(model: Any, folder: Path, method: str, target: str) -> None:
 def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: type) -> Any:
     """The drafter in the folder `config.model`, or the one shipped for the default target."""
     method = config.method
+    if config.model is not None and not isinstance(config.model, (str, Path)):
+        raise ValueError(
+            f"speculative_config['model'] is {type(config.model).__name__}; method {method!r} takes a folder or None"
+        )
     folder = Path(config.model) if config.model is not None else SHIPPED / f"{method}-{DEFAULT_TARGET}"
     if config.model is None and llm.name != DEFAULT_TARGET:
         raise ValueError(
@@ -59,9 +63,22 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
         model = model_class(config_class(**stored))
         tensors = load_file(folder / "model.safetensors")
         model.load_state_dict({k: v.float() if v.is_floating_point() else v.long() for k, v in tensors.items()})
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:
+        first = " ".join(str(error).split())[:300]
         raise RuntimeError(
             f"the drafter in {str(folder)!r} is damaged or of another version: {first}; fetch or train it again"
         ) from error
+    bad = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if bad:
+        raise RuntimeError(
+            f"the drafter in {str(folder)!r} holds numbers that are not finite in {bad[0]}; fetch or train it again"
+        )
     return model.to(torch.float32)

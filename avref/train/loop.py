@@ -77,6 +77,7 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
     to_draft = torch.full((vocabulary,), -1)
     to_draft[model.vocab_ids] = torch.arange(len(model.vocab_ids))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[model.vocab_ids].detach()
+    validation = min(validation, len(data) // 8)
     usable = [i for i in range(len(data) - validation) if len(data.hidden[i]) > data.prompt_lengths[i] + 1]
     held_out = make_batch(
         data, range(len(data) - validation, len(data)), 4, s.depth, to_draft, torch.Generator().manual_seed(1)
