@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
 ATTENTION = "avref"
 
@@ -182,13 +181,18 @@ def attend(
     return layout.unpad(out)
 
 
-AttentionInterface.register(ATTENTION, packed_attention)
+def _register() -> None:
+    """Make the attention function known to transformers; here, because importing its modeling code takes seconds."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, packed_attention)
 
 
 class PackedModel:
     """A Hugging Face causal LM with a `KVCache`, called on packed tokens."""
 
     def __init__(self, model: Any, max_rows: int, max_length: int) -> None:
+        _register()
         self.model, self.device = model, model.device
         self.cache = KVCache(max_rows, max_length)
 
