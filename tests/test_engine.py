@@ -149,10 +149,13 @@ def test_own_drafts_are_all_accepted_over_200_tokens(k: int) -> None:
     assert stats.num_steps == -(-199 // (k + 1))  # the first token comes from the prefill
 
 
-def test_own_drafts_are_accepted_when_sampling_too(target: Any) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_own_drafts_are_accepted_when_rows_move(temperature: float, target: Any) -> None:
+    """Requests of many lengths: the last row keeps moving, with the draft that its cache does not hold yet."""
     llm = make(target, "draft_model", target, 4)
-    llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True))
-    assert llm.stats.accepted_by_position.sum() >= 0.999 * llm.stats.drafted_by_position.sum()
+    params = [SamplingParams(temperature=temperature, max_tokens=9 + 7 * i, ignore_eos=True) for i in range(7)]
+    llm.generate(PROMPTS, params)
+    assert llm.stats.accepted_by_position.sum() >= 0.999 * llm.stats.drafted_by_position.sum() > 100
 
 
 @pytest.mark.parametrize("way", ["nothing drafted", "nothing verified"])
@@ -192,9 +195,10 @@ def test_alone_and_in_company_the_same_tokens(
     assert together == alone == backwards
 
 
-def test_one_request_less_does_not_move_the_others(target: Any, drafters: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "dflash"])
+def test_one_request_less_does_not_move_the_others(method: str, target: Any, drafters: dict[str, Any]) -> None:
     """C72, C75: lengths 2, 4, .., 16 drain the batch row by row, some in the middle of a block."""
-    llm = make(target, "draft_model", drafters["draft_model"], max_num_seqs=8)
+    llm = make(target, method, drafters[method], max_num_seqs=8)
     params = [
         SamplingParams(temperature=i % 2 * 1.0, max_tokens=2 * i + 2, seed=i, ignore_eos=True) for i in range(8)
     ]  # C23: greedy and sampled requests in one batch
