@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-METHODS = ("draft_model", "dflash")
+METHODS = ("draft_model", "eagle", "mtp", "dflash", "dspark", "layer_skip", "ngram")
 BUDGET_RULES = ("lookahead", "stale", "early_stop", "retrospective")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, cast
 
 from avref.config import SpeculativeConfig
 from avref.drafters.base import Drafter, DraftProposal
@@ -13,12 +14,18 @@ if TYPE_CHECKING:
 __all__ = ["DraftProposal", "Drafter", "load"]
 
 
+CLASSES = {
+    "draft_model": "avref.drafters.draft_model:DraftModel",
+    "eagle": "avref.drafters.eagle:EagleDrafter",
+    "mtp": "avref.drafters.mtp:MTPDrafter",
+    "dflash": "avref.drafters.dflash:DFlashDrafter",
+    "dspark": "avref.drafters.dspark:DSparkDrafter",
+    "layer_skip": "avref.drafters.layer_skip:LayerSkip",
+    "ngram": "avref.drafters.ngram:NGram",
+}
+
+
 def load(config: SpeculativeConfig, llm: LLM, max_rows: int) -> Drafter:
     """The drafter of `config.method` for this target, with cache rows for `max_rows` requests."""
-    if config.method == "dflash":
-        from avref.drafters.dflash import DFlashDrafter
-
-        return DFlashDrafter.load(config, llm, max_rows)
-    from avref.drafters.draft_model import DraftModel
-
-    return DraftModel.load(config, llm, max_rows)
+    module, name = CLASSES[config.method].split(":")
+    return cast(Drafter, getattr(importlib.import_module(module), name).load(config, llm, max_rows))

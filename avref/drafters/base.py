@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from avref import sampling
 from avref.packed import Layout
 
+Enough = Callable[[Tensor, Tensor | None], bool]
+"""(logits [R, V_d] of the position just drafted, log-odds [R] of its stop head or None) -> no later draft is wanted."""
+
 
 @dataclass
 class DraftProposal:
@@ -19,15 +22,22 @@ class DraftProposal:
 
     q is the distribution that the tokens were really drawn from, over the drafter's own vocabulary of V_d ids;
     `vocab_ids` [V_d] gives their ids in the target's vocabulary (None: the same ids). q None means one-hot. `logits`
-    are what features read, before the temperature.
+    are what features read, before the temperature; None for a drafter that has none (prompt lookup).
+
+    What a drafter says of its own drafts: `confidence` is a conditional acceptance probability from a part of its own
+    (dspark's head, an n-gram's record), `stop` the log-odds of its stop head. Neither may depend on the token it judges
+    or on later ones. `num_drafted` says how many drafts each request really got (None: K for all).
     """
 
     tokens: Tensor  # [R, K] target ids
     draft_ids: Tensor  # [R, K] the same tokens as indices into V_d
-    logits: Tensor  # [R, K, V_d]
+    logits: Tensor | None  # [R, K, V_d]
     q: Tensor | None  # [R, K, V_d] float32
     q_drawn: Tensor  # [R, K] float32, q of the drawn token
     vocab_ids: Tensor | None = None
+    confidence: Tensor | None = None  # [R, K] in [0, 1]
+    stop: Tensor | None = None  # [R, K] log-odds
+    num_drafted: list[int] | None = None  # [R]
 
 
 class Drafter(Protocol):
@@ -56,11 +66,23 @@ class Drafter(Protocol):
         """
 
     def propose(
-        self, lengths: Sequence[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor, greedy: bool
+        self,
+        lengths: Sequence[int],
+        pending: Tensor,
+        depth: int,
+        temperature: Tensor,
+        uniforms: Tensor,
+        greedy: bool,
+        forced: Tensor | None = None,
+        enough: Enough | None = None,
     ) -> DraftProposal:
         """Draft `depth` tokens behind `pending` [R], each request's newest token.
 
-        Request r's newest token sits at position lengths[r]; uniforms [R, depth] in [0, 1) decide the draws.
+        Request r's newest token sits at position lengths[r]; uniforms [R, depth] in [0, 1) decide the draws. With
+        `forced` [R, depth] (target ids) draft k + 1 is conditioned on these tokens instead of those drawn: q is then
+        what the drafter says on a given text, for traces and evaluation; the tokens returned are still the drawn ones.
+        A drafter that works token by token asks `enough` after every position and ends the block, for all requests,
+        when it says so; the proposal then holds fewer than `depth` positions. Parallel drafters ignore it.
         """
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from avref import models
 from avref.config import SpeculativeConfig
-from avref.drafters.base import DraftProposal, draw
+from avref.drafters.base import DraftProposal, Enough, draw
 from avref.packed import Layout, PackedModel, check_parity
 
 if TYPE_CHECKING:
@@ -81,7 +81,15 @@ class DraftModel:
         self.backlog[target] = list(self.backlog[source])
 
     def propose(
-        self, lengths: Sequence[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor, greedy: bool
+        self,
+        lengths: Sequence[int],
+        pending: Tensor,
+        depth: int,
+        temperature: Tensor,
+        uniforms: Tensor,
+        greedy: bool,
+        forced: Tensor | None = None,
+        enough: Enough | None = None,
     ) -> DraftProposal:
         rows, last = len(lengths), self.max_length - 1
         # a request at the drafter's last position gets no drafts; its row computes something harmless
@@ -93,7 +101,10 @@ class DraftModel:
         qs: list[Tensor | None] = []
         drawn: list[Tensor] = []
         for k in range(depth):
-            packed = self._packed(chunks) if k == 0 else ids[-1]
+            if k == 0:
+                packed = self._packed(chunks)
+            else:
+                packed = ids[-1] if forced is None else forced[:, k - 1].clamp(max=self.last_id)
             layout = Layout(starts, [len(c) for c in chunks] if k == 0 else [1] * rows, self.model.device)
             out, _ = self.model.forward(packed, layout, layout.last)  # [R, V_d]
             out = out[:, : self.vocabulary].float()
@@ -103,11 +114,13 @@ class DraftModel:
             qs.append(q)
             drawn.append(q_drawn)
             starts = [min(n + 1 + k, last) for n in lengths]
+            if enough is not None and enough(out, None):
+                break
         for r in range(rows):
             if alive[r]:
                 self.cached[r] += len(self.backlog[r])
-                self.backlog[r], self.fed[r] = [], depth
-        tokens = torch.stack(ids, dim=1)  # [R, depth]
+                self.backlog[r], self.fed[r] = [], len(ids)
+        tokens = torch.stack(ids, dim=1)  # [R, depth], fewer when `enough` ended it
         q_all = None if greedy else torch.stack([q for q in qs if q is not None], dim=1)
         return DraftProposal(tokens, tokens, torch.stack(logits, dim=1), q_all, torch.stack(drawn, dim=1))
 

@@ -7,7 +7,7 @@ layers, and at every position the target's most likely next tokens. The engine t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +91,75 @@ def record(llm: Any, recorder: Recorder, prompts: Sequence[str], params: Samplin
     likely next tokens at every state, top_ids and top_logs [sum (n - 1), TOP].
     """
     done = collect(llm, recorder, llm.prompt_ids(prompts), params)
-    hidden = torch.cat([h for _, _, h in done])
+    return _shard(llm, [ids for ids, _, _ in done], [n for _, n, _ in done], [h for _, _, h in done])
+
+
+def _shard(
+    llm: Any, ids: Sequence[Sequence[int]], prompt_lengths: Sequence[int], states: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    hidden = torch.cat(list(states))
     width = llm.model.config.get_text_config().hidden_size
     top_ids, top_logs = label(llm.model, hidden[:, -width:])
     return {
-        "ids": torch.tensor([t for ids, _, _ in done for t in ids], dtype=torch.int32),
-        "lengths": torch.tensor([len(ids) for ids, _, _ in done]),
-        "prompt_lengths": torch.tensor([n for _, n, _ in done]),
+        "ids": torch.tensor([t for one in ids for t in one], dtype=torch.int32),
+        "lengths": torch.tensor([len(one) for one in ids]),
+        "prompt_lengths": torch.tensor(prompt_lengths),
         "hidden": hidden,
         "top_ids": top_ids,
         "top_logs": top_logs,
     }
 
 
+@torch.inference_mode()
+def record_texts(
+    llm: Any, hidden_layers: Sequence[int], texts: Sequence[str], max_tokens: int = 256
+) -> dict[str, Tensor]:
+    """Read given texts instead of sampling answers, and return a shard as `record` does.
+
+    A text stands where an answer would, behind a request to continue it; every position is labelled with what the
+    target would say there.
+    """
+    ids: list[list[int]] = []
+    prompt_lengths, states = [], []
+    for text in tqdm(texts, desc="reading", unit="text"):
+        prompt = llm.prompt_ids(["Continue this text."])[0]
+        whole = prompt + llm.tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
+        layout = Layout([0], [len(whole)], llm.device)
+        packed = torch.tensor(whole, device=llm.device)
+        _, hidden = llm.engine.target.forward(packed, layout, layout.last, hidden_layers)
+        ids.append(whole)
+        prompt_lengths.append(len(prompt))
+        states.append(hidden[:-1].bfloat16())
+    llm.engine.target.cache.clear()
+    return _shard(llm, ids, prompt_lengths, states)
+
+
 def build_shards(
     llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams, folder: Path, per_shard: int = 128
 ) -> None:
-    """Write the shards that are missing; a run that was stopped loses at most the shard in progress."""
+    """Write the missing shards of sampled answers; a run that was stopped loses at most the one in progress."""
+    _build(folder, "shard", prompts, per_shard, lambda part: record(llm, recorder, part, params))
+
+
+def build_text_shards(
+    llm: Any, hidden_layers: Sequence[int], texts: Sequence[str], folder: Path, per_shard: int = 256
+) -> None:
+    """Write the shards of read texts that are missing."""
+    _build(folder, "shard-text", texts, per_shard, lambda part: record_texts(llm, hidden_layers, part))
+
+
+def _build(
+    folder: Path,
+    name: str,
+    items: Sequence[str],
+    per_shard: int,
+    make: Callable[[Sequence[str]], dict[str, Tensor]],
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for number, start in enumerate(tqdm(range(0, len(prompts), per_shard), desc="sampling", unit="shard")):
-        path = folder / f"shard-{number:03d}.safetensors"
+    for number, start in enumerate(tqdm(range(0, len(items), per_shard), desc=name, unit="shard")):
+        path = folder / f"{name}-{number:03d}.safetensors"
         if not path.is_file():
-            save_file(record(llm, recorder, prompts[start : start + per_shard], params), path.with_suffix(".part"))
+            save_file(make(items[start : start + per_shard]), path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)
 
 
@@ -120,10 +167,12 @@ class Sequences:
     """Recorded sequences in memory.
 
     Sequence i has `ids[i]` [n], `hidden[i]` [n - 1, n_layers D] bfloat16, `top_ids[i]` and `top_logs[i]`
-    [n - 1, TOP], and its answer starts at `prompt_lengths[i]`.
+    [n - 1, TOP], and its answer starts at `prompt_lengths[i]`. With `embedding`, the target's hidden state 0 was not
+    recorded and is looked up there.
     """
 
-    def __init__(self, shards: Iterable[Mapping[str, Tensor]]) -> None:
+    def __init__(self, shards: Iterable[Mapping[str, Tensor]], embedding: Any = None) -> None:
+        self.embedding = embedding
         self.ids: list[Tensor] = []
         self.hidden: list[Tensor] = []
         self.top_ids: list[Tensor] = []
@@ -141,9 +190,18 @@ class Sequences:
             raise ValueError("no recorded sequences: sample some first")
 
     @classmethod
-    def load(cls, folder: Path) -> Sequences:
-        """All shards in a folder."""
-        return cls(load_file(path) for path in sorted(folder.glob("shard-*.safetensors")))
+    def load(cls, *folders: Path, embedding: Any = None) -> Sequences:
+        """All shards in some folders."""
+        paths = [path for folder in folders for path in sorted(folder.glob("shard-*.safetensors"))]
+        return cls((load_file(path) for path in paths), embedding)
+
+    @torch.no_grad()
+    def states(self, i: int) -> Tensor:
+        """The target's hidden states on sequence i, all layers side by side in float32 [n - 1, n D]."""
+        recorded = self.hidden[i].float()
+        if self.embedding is None:
+            return recorded
+        return torch.cat([self.embedding(self.ids[i][:-1]).float(), recorded], dim=-1)
 
     def __len__(self) -> int:
         return len(self.ids)

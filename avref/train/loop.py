@@ -1,7 +1,4 @@
-"""The training loop: `python -m avref train dflash`.
-
-Resumable, seeded, with a progress bar; writes the weights, the curve and the card.
-"""
+"""The training loop, the same for every family: resumable, seeded, with a progress bar and a validation curve."""
 
 from __future__ import annotations
 
@@ -13,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from avref.drafters.dflash import DFlashModel
+from avref.train.blocks import Family, loss_and_overlap, make_batch
 from avref.train.data import Sequences
-from avref.train.dflash import from_target, loss_and_overlap, make_batch
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,7 @@ class Settings:
     top_p: float = 0.95
     seed: int = 0
     checkpoint_every: int = 200
+    init: Path | None = None  # a trained drafter whose tensors of the same name and shape are taken over
 
 
 def learning_rate(s: Settings, step: int) -> float:
@@ -53,8 +50,8 @@ def learning_rate(s: Settings, step: int) -> float:
     return s.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: int = 64) -> DFlashModel:
-    """Train on all but the last `validation` sequences.
+def train(family: Family, target: Any, data: Sequences, folder: Path, s: Settings, validation: int = 64) -> nn.Module:
+    """Train a drafter of a family on all but the last `validation` sequences.
 
     Continues from `folder/checkpoint.safetensors` when it is there.
     """
@@ -62,21 +59,17 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
     vocabulary = target.get_output_embeddings().weight.shape[0]
     torch.manual_seed(s.seed)
     eos = [t for t in [target.config.eos_token_id] if isinstance(t, int)]
-    model = from_target(
-        target,
-        s.target_layers,
-        s.num_layers,
-        s.intermediate_size,
-        s.depth,
-        data.frequent_ids(min(s.vocab_size, vocabulary), eos, vocabulary),
-    )
+    vocab_ids = data.frequent_ids(min(s.vocab_size, vocabulary), eos, vocabulary)
+    model = family.start(target, s, vocab_ids)
+    if s.init is not None:
+        vocab_ids = _take_over(model, s.init, vocab_ids)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
     )
     start, seconds, curve = _resume(folder, model, optimiser)
     to_draft = torch.full((vocabulary,), -1)
-    to_draft[model.vocab_ids] = torch.arange(len(model.vocab_ids))
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[model.vocab_ids].detach()
+    to_draft[vocab_ids] = torch.arange(len(vocab_ids))
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[vocab_ids].detach()
     validation = min(validation, len(data) // 8)
     usable = [i for i in range(len(data) - validation) if len(data.hidden[i]) > data.prompt_lengths[i] + 1]
     held_out = make_batch(
@@ -92,7 +85,7 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
         batch = make_batch(data, which, blocks, depth, to_draft, generator)
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(s, step)
-        loss, overlap = loss_and_overlap(model, embedding, head, batch, depth, s.top_p)
+        loss, overlap = loss_and_overlap(family.forward(model, embedding, head, batch, depth), batch, s.top_p)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,7 +96,8 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
         )
         if (step + 1) % s.checkpoint_every == 0 or step + 1 == s.steps:
             with torch.inference_mode():
-                held_loss, held = loss_and_overlap(model, embedding, head, held_out, s.depth, s.top_p)
+                drafts = family.forward(model, embedding, head, held_out, s.depth)
+                held_loss, held = loss_and_overlap(drafts, held_out, s.top_p)
             curve.append(
                 {
                     "step": step + 1,
@@ -120,8 +114,20 @@ def train(target: Any, data: Sequences, folder: Path, s: Settings, validation: i
     return model
 
 
+def _take_over(model: nn.Module, folder: Path, vocab_ids: Tensor) -> Tensor:
+    """Copy tensors of the same name and shape from a trained drafter; return the draft vocabulary to use."""
+    from safetensors.torch import load_file
+
+    own = model.state_dict()
+    taken = {k: v for k, v in load_file(folder / "model.safetensors").items() if k in own and v.shape == own[k].shape}
+    if not taken:
+        raise ValueError(f"the drafter in {str(folder)!r} has no tensor in common with this one; start without init")
+    model.load_state_dict({**own, **taken})
+    return taken["vocab_ids"].long() if "vocab_ids" in taken else vocab_ids
+
+
 def _checkpoint(
-    folder: Path, model: DFlashModel, optimiser: Any, step: int, seconds: float, curve: list[dict[str, Any]]
+    folder: Path, model: nn.Module, optimiser: Any, step: int, seconds: float, curve: list[dict[str, Any]]
 ) -> None:
     from safetensors.torch import save_file
 
@@ -136,7 +142,7 @@ def _checkpoint(
     (folder / "checkpoint.part").replace(folder / "checkpoint.safetensors")
 
 
-def _resume(folder: Path, model: DFlashModel, optimiser: Any) -> tuple[int, float, list[dict[str, Any]]]:
+def _resume(folder: Path, model: nn.Module, optimiser: Any) -> tuple[int, float, list[dict[str, Any]]]:
     path = folder / "checkpoint.safetensors"
     if not path.is_file():
         return 0, 0.0, []
