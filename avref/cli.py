@@ -62,12 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--output", type=Path, help="also write the report here")
 
     train = commands.add_parser("train", help="distil a drafter for a target")
-    train.add_argument("method", choices=["dflash"])
+    train.add_argument("method", choices=["draft_model", "eagle", "mtp", "dflash", "dspark"])
     train.add_argument("--model", default="smollm2")
     train.add_argument(
-        "--output", type=Path, default=Path("dflash-drafter"), help="folder; a run that was stopped continues there"
+        "--output", type=Path, default=Path("drafter"), help="folder; a run that was stopped continues there"
     )
-    train.add_argument("--prompts", type=int, default=3000, help="training prompts to sample answers to")
+    train.add_argument("--prompts", type=int, default=6000, help="training prompts to sample answers to")
+    train.add_argument("--texts", type=int, default=2000, help="pieces of text that ships with Python to read")
+    train.add_argument("--init", type=Path, help="start from the tensors of another trained drafter")
     train.add_argument("--steps", type=int, default=None)
     train.set_defaults(run=_train)
     return parser
@@ -151,7 +153,8 @@ def _selfcheck(a: argparse.Namespace) -> int:
 def _train(a: argparse.Namespace) -> None:
     from avref.train import command
 
-    command.run(a.method, a.model, a.output, num_prompts=a.prompts, steps=a.steps)
+    folder = command.run(a.method, a.model, a.output, a.prompts, a.texts, a.steps, a.init)
+    print(f"wrote {folder}")
 
 
 def _speculative(a: argparse.Namespace) -> dict[str, Any]:

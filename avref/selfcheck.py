@@ -60,7 +60,7 @@ def render(report: Report) -> str:
     lines = [
         [
             r.name,
-            "" if r.value is None else f"{r.value:.3g} {r.unit}",
+            _measured(r),
             "" if r.bar is None else f"{'at most' if r.at_most else 'at least'} {r.bar:g}",
             verdict[r.ok],
         ]
@@ -77,8 +77,14 @@ def passed(report: Report) -> bool:
 
 def _announced(part: Callable[[LLM], Iterator[Row]], llm: LLM, name: str | None = None) -> Iterator[Row]:
     print(f"avref: selfcheck, {(name or part.__name__).replace('_', ' ')}", file=sys.stderr)
-    yield from part(llm)
+    for row in part(llm):  # as they come: a run that is cut short has still said what it saw
+        print(f"  {row.name}: {_measured(row)}", file=sys.stderr, flush=True)
+        yield row
     gc.collect()
+
+
+def _measured(row: Row) -> str:
+    return "" if row.value is None else f"{row.value:.3g} {row.unit}".rstrip()
 
 
 # ---- right ----

@@ -195,6 +195,18 @@ class Sequences:
         paths = [path for folder in folders for path in sorted(folder.glob("shard-*.safetensors"))]
         return cls((load_file(path) for path in paths), embedding)
 
+    def keep_layers(self, recorded: Sequence[int], wanted: Sequence[int]) -> None:
+        """Keep only the hidden states that a drafter reads (views where they lie behind one another)."""
+        if tuple(recorded) == tuple(wanted):
+            return
+        width = self.hidden[0].shape[1] // len(recorded)
+        places = [recorded.index(layer) for layer in wanted]
+        if places and places == list(range(places[0], places[0] + len(places))):
+            part = slice(places[0] * width, (places[-1] + 1) * width)
+            self.hidden = [h[:, part] for h in self.hidden]
+        else:
+            self.hidden = [h.unflatten(1, (-1, width))[:, places].flatten(1) for h in self.hidden]
+
     @torch.no_grad()
     def states(self, i: int) -> Tensor:
         """The target's hidden states on sequence i, all layers side by side in float32 [n - 1, n D]."""

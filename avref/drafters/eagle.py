@@ -1,0 +1,126 @@
+"""One layer that drafts token by token on the target's states and then on its own (after EAGLE-3, arXiv 2503.01840).
+
+The entry at position i joins token i with the state of position i - 1:
+
+    entry_i = joined(embedding(token_i), state_{i-1}),   state_{-1} = 0
+    s_i     = layer(entry_i; keys and values of entries 0 .. i)
+    q       = softmax(head norm(s_i) / T)                for the token at i + 1
+
+While the target has processed position i - 1, state_{i-1} is its fused hidden state there. While drafting there is
+none yet, and the drafter's own s_{i-1} stands in, brought to the same scale. So q depends on the tokens drafted before.
+
+The cache holds each entry's keys and values. With one layer they depend on the entry alone: `extend` overwrites those
+built from own states by a projection, without attention. Embedding and head rows are the target's own; the head
+covers a reduced vocabulary of V_d ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from avref.drafters.base import DraftProposal, Enough, draw
+from avref.drafters.layers import DrafterConfig, DrafterModel, TrainedDrafter, rotary
+from avref.packed import Layout, attend
+
+
+class EagleModel(DrafterModel):
+    """The trained part: exactly what all families share, with a single layer. Raises ValueError for more."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        if config.num_layers != 1:
+            raise ValueError(
+                f"num_layers={config.num_layers}, but an eagle drafter has one layer, whose output it reads again; "
+                "use num_layers=1"
+            )
+        super().__init__(config)
+
+    def own(self, state: Tensor) -> Tensor:
+        """The drafter's own state s [..., D] at the scale of the context vectors, to stand in for one."""
+        return cast(Tensor, self.fuse_norm(state))
+
+
+class EagleDrafter(TrainedDrafter):
+    """An `EagleModel` at work: one packed pass of R tokens per draft position."""
+
+    method = "eagle"
+    model_class: ClassVar[type[DrafterModel]] = EagleModel
+
+    def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
+        nothing = self.newest.new_zeros(layout.num_rows, self.newest.shape[1])
+        self._process(layout, tokens, hidden, nothing, layout.last)
+
+    def extend(
+        self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
+    ) -> None:
+        # rejected tokens are written too: they lie behind every later position until they are overwritten
+        newest = layout.first + torch.tensor(kept, device=layout.first.device) - 1
+        before = self.newest[layout.first_row : layout.first_row + layout.num_rows]
+        self._process(layout, tokens, hidden, before, newest)
+
+    def _process(
+        self,
+        layout: Layout,
+        tokens: Sequence[Sequence[int]],
+        hidden: Tensor | None,
+        before: Tensor,  # [R, D] the state in front of each row's first token
+        newest: Tensor,  # [R] packed index of each row's last final token
+    ) -> None:
+        assert hidden is not None  # `hidden_layers` asks for the states
+        ids = torch.tensor(list(itertools.chain.from_iterable(tokens)), device=hidden.device)  # [T]
+        context = self.model.context(hidden)  # [T, D]
+        states = context.roll(1, dims=0).index_copy(0, layout.first, before)  # [T, D] one position earlier
+        self.write(layout, self.embedding(ids), states)
+        self.newest[layout.first_row : layout.first_row + layout.num_rows] = context[newest]
+
+    def write(self, layout: Layout, embedded: Tensor, states: Tensor) -> None:
+        """Keys and values of entries built from the target's states [T, D]."""
+        (layer,), c = self.model.decoder_layers, self.model.config
+        cos, sin = rotary(layout.position, c.head_dim, c.rope_theta)
+        self.cache.update(0, layout, *layer.keys_values(self.model.joined(embedded, states), cos, sin))
+
+    def propose(
+        self,
+        lengths: Sequence[int],
+        pending: Tensor,
+        depth: int,
+        temperature: Tensor,
+        uniforms: Tensor,
+        greedy: bool,
+        forced: Tensor | None = None,
+        enough: Enough | None = None,
+    ) -> DraftProposal:
+        rows, token, state = len(lengths), pending, self.newest[: len(lengths)]
+        chain: list[Tensor] = []  # the entries of this block so far, [R, D] each
+        columns: list[tuple[Tensor, ...]] = []  # per position: ids, logits, q of the drawn id, log-odds of stopping
+        q_columns: list[Tensor] = []
+        for k in range(depth):
+            layout = Layout([n + k for n in lengths], [1] * rows, pending.device)
+            own = self.step(layout, self.embedding(token), state, chain)  # [R, D]
+            final = self.model.norm(own)
+            logits, stop = F.linear(final, self.head).float(), self.model.stop_head(final).float()
+            ids, q, drawn = draw(logits, temperature, uniforms[:, k], greedy)
+            columns.append((ids, logits, drawn, stop))
+            if q is not None:
+                q_columns.append(q)
+            if enough is not None and enough(logits, stop):
+                break
+            token = self.vocab_ids[ids] if forced is None else forced[:, k]
+            state = self.model.own(own)
+        ids, logits, drawn, stop = (torch.stack(x, dim=1) for x in zip(*columns, strict=True))
+        q = torch.stack(q_columns, dim=1) if q_columns else None
+        return DraftProposal(self.vocab_ids[ids], ids, logits, q, drawn, self.vocab_ids, stop=stop)
+
+    def step(self, layout: Layout, embedded: Tensor, state: Tensor, chain: list[Tensor]) -> Tensor:
+        """The own state [R, D] behind one more token per row; its entry is added to `chain`."""
+        (layer,), c = self.model.decoder_layers, self.model.config
+        x = self.model.joined(embedded, state)  # [R, D]
+        cos, sin = rotary(layout.position, c.head_dim, c.rope_theta)
+        keys, values = self.cache.update(0, layout, *layer.keys_values(x, cos, sin))
+        chain.append(x)
+        return cast(Tensor, layer.finish(x, attend(layer.queries(x, cos, sin), keys, values, layout)))
