@@ -1,4 +1,4 @@
-"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, train."""
+"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, bench, train, trace."""
 
 from __future__ import annotations
 
@@ -61,6 +61,22 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--quick", action="store_true", help="parity and losslessness only")
     check.add_argument("--output", type=Path, help="also write the report here")
 
+    bench = _command(
+        commands,
+        "bench",
+        _bench,
+        "every arm and drafter, on this machine (about an hour; it goes on where it was stopped)",
+    )
+    names = ("concurrency", "workloads", "drafters", "outside")
+    bench.add_argument("--blocks", nargs="+", default=names, metavar="BLOCK", help="some of " + ", ".join(names))
+    bench.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    bench.add_argument("--repeats", type=int, default=3)
+    bench.add_argument("--max-tokens", type=int, default=48, help="tokens per request")
+    bench.add_argument("--minutes", type=float, help="start no run that would go beyond them")
+    bench.add_argument("--prompts", help="a file (.txt, .jsonl, .json), or humaneval, gsm8k, mt_bench, speed_bench")
+    bench.add_argument("--max-model-len", type=int, default=512, help="tokens of a prompt and its answer")
+    bench.add_argument("--output", type=Path, default=Path("bench"), help="folder for results, journal and figures/")
+
     train = commands.add_parser("train", help="distil a drafter for a target")
     train.add_argument("method", choices=["draft_model", "eagle", "mtp", "dflash", "dspark"])
     train.add_argument("--model", default="smollm2")
@@ -72,6 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--init", type=Path, help="start from the tensors of another trained drafter")
     train.add_argument("--steps", type=int, default=None)
     train.set_defaults(run=_train)
+
+    trace = _command(commands, "trace", _trace, "record what a drafter says along the target's own answers")
+    trace.add_argument("--num-speculative-tokens", type=int, default=7)
+    trace.add_argument("--offsets", type=int, default=5000, help="offsets to record, the five workloads in turn")
+    trace.add_argument("--greedy", action="store_true", help="drafts are the most likely tokens, q is one-hot")
+    trace.add_argument("--temperature", type=float, default=1.0)
+    trace.add_argument("--top-p", type=float, default=0.95)
+    trace.add_argument("--max-tokens", type=int, default=192, help="tokens per answer")
+    trace.add_argument("--seed", type=int, default=0)
+    trace.add_argument("--output", type=Path, default=Path("trace.npz"))
     return parser
 
 
@@ -134,9 +160,9 @@ def _profile(a: argparse.Namespace) -> None:
     print("requests  tokens  verify ms")
     for requests, tokens, ms in table.metadata["verify_points"]:
         print(f"{requests:8d}  {tokens:6d}  {ms:9.1f}")
-    print("requests  draft ms")
-    for requests, ms in table.metadata["draft_points"]:
-        print(f"{requests:8d}  {ms:8.1f}")
+    print("requests   depth  draft ms")
+    for requests, depth, ms in table.metadata["draft_points"]:
+        print(f"{requests:8d}  {depth:6d}  {ms:8.1f}")
 
 
 def _selfcheck(a: argparse.Namespace) -> int:
@@ -150,11 +176,62 @@ def _selfcheck(a: argparse.Namespace) -> int:
     return 0 if selfcheck.passed(report) else 1
 
 
+def _bench(a: argparse.Namespace) -> None:
+    from avref.evidence import bench, bench_report
+
+    result = bench.bench(
+        a.model,
+        a.method,
+        a.drafter,
+        folder=a.output,
+        blocks=a.blocks,
+        concurrency=a.concurrency,
+        repeats=a.repeats,
+        max_tokens=a.max_tokens,
+        minutes=a.minutes,
+        prompts=a.prompts,
+        device=a.device,
+        dtype=a.dtype,
+        max_model_len=a.max_model_len,
+    )
+    print(bench_report.markdown(result))
+    print(f"wrote bench.json, bench.md and figures/ under {a.output}")
+
+
 def _train(a: argparse.Namespace) -> None:
     from avref.train import command
 
     folder = command.run(a.method, a.model, a.output, a.prompts, a.texts, a.steps, a.init)
     print(f"wrote {folder}")
+
+
+def _trace(a: argparse.Namespace) -> None:
+    from avref import LLM, SamplingParams, workloads
+    from avref.evidence import traces
+
+    config = {
+        "method": a.method,
+        "model": a.drafter,
+        "num_speculative_tokens": a.num_speculative_tokens,
+        "draft_sample_method": "greedy" if a.greedy else "probabilistic",
+    }
+    llm = LLM(a.model, config, device=a.device, dtype=a.dtype, max_num_seqs=32)
+    trace = traces.record(
+        llm,
+        {name: workloads.load(name) for name in workloads.NAMES},
+        SamplingParams(temperature=a.temperature, top_p=a.top_p, max_tokens=a.max_tokens),
+        offsets=a.offsets,
+        seed=a.seed,
+        use_tqdm=True,
+    )
+    path = traces.save(trace, a.output)
+    size = path.stat().st_size / 1e6
+    print(
+        f"wrote {path}: {len(trace):,} offsets of {len(trace.num_tokens)} answers, {size:.1f} MB; overlap by position"
+    )
+    for name in (None, *trace.header["workloads"]):
+        row = traces.overlap_by_position(trace, name)[0]
+        print(f"{name or 'all':>14}  " + " ".join(f"{x:.3f}" for x in row))
 
 
 def _speculative(a: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,11 @@ from typing import Any
 
 METHODS = ("draft_model", "eagle", "mtp", "dflash", "dspark", "layer_skip", "ngram")
 BUDGET_RULES = ("lookahead", "stale", "early_stop", "retrospective")
+CONFIDENCES = ("auto", "estimator", "head", "q_max", "threshold", "stop_head")
+DEFAULT_THRESHOLDS = {"threshold": 0.4, "stop_head": 0.7}
+"""Of the two stopping rules: q_max of a draft (transformers' `assistant_confidence_threshold` is .4 too), and the
+probability that nothing is rejected."""
+ESTIMATOR_KEYS = ("estimator", "feature")  # only the estimator reads these
 
 
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
@@ -76,11 +81,21 @@ class SpeculativeConfig:
 
     vLLM's keys: `method`, `model` (None: the drafter shipped for the default target), `num_speculative_tokens` (K),
     `draft_sample_method` ("probabilistic": x ~ q; "greedy": the most likely token, one-hot q),
-    `enable_adaptive_verification`. Ours: `confidence`, `feature` (a name in `features.FEATURES`), `budget_rule`
-    (design: lookahead looks ahead with what past steps taught, stale is vLLM's, early_stop DSpark's; retrospective
-    leaks and is for teaching), `probe_interval` (every so many steps one request is verified at full depth; 0 is
-    off), `estimator` (keyword arguments of `OnlineAcceptanceEstimator`), `allow_lossy` (accept settings that bias the
-    output).
+    `enable_adaptive_verification`. Ours:
+
+    - `confidence`: where c comes from (`avref.confidence`). auto is the estimator, or an n-gram drafter's own record;
+      estimator, head and q_max feed a budget; threshold and stop_head are stopping rules without one, and `threshold`
+      is their value (None: .4 and .7);
+    - `feature` (a name in `features.FEATURES`) and `estimator` (keyword arguments of `OnlineAcceptanceEstimator`);
+    - `budget_rule`: lookahead looks ahead with what past steps taught, stale is vLLM's, early_stop DSpark's;
+      retrospective leaks and is for teaching;
+    - `probe_interval`: every so many steps one request is verified at full depth, where verdicts teach the confidence
+      anything; 0 is off;
+    - `adaptive_drafting`: choose before every step how deep to draft, 0 included (`avref.depth`); of no effect where
+      there is no budget;
+    - `allow_lossy`: accept settings that bias the output.
+
+    Raises ValueError for unknown values, for lossy ones, and for keys that the chosen confidence does not read.
     """
 
     method: str
@@ -89,9 +104,11 @@ class SpeculativeConfig:
     draft_sample_method: str = "probabilistic"
     enable_adaptive_verification: bool = False
     confidence: str = "auto"
+    threshold: float | None = None
     feature: str = "logit_q_max"
     budget_rule: str = "lookahead"
     probe_interval: int = 64
+    adaptive_drafting: bool = True
     estimator: Mapping[str, Any] = field(default_factory=dict)
     allow_lossy: bool = False
 
@@ -101,10 +118,10 @@ class SpeculativeConfig:
 
         one_of("method", self.method, METHODS)
         one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
-        one_of("confidence", self.confidence, ("auto", "estimator"))
+        one_of("confidence", self.confidence, CONFIDENCES)
         one_of("feature", self.feature, tuple(FEATURES))
         one_of("budget_rule", self.budget_rule, BUDGET_RULES)
-        for flag in ("enable_adaptive_verification", "allow_lossy"):
+        for flag in ("enable_adaptive_verification", "adaptive_drafting", "allow_lossy"):
             one_of(flag, getattr(self, flag), (True, False))
         _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
         _integer("probe_interval", self.probe_interval, 0)
@@ -112,6 +129,7 @@ class SpeculativeConfig:
             raise ValueError(f"estimator is {self.estimator!r}; give a dictionary of its keyword arguments")
         for key in self.estimator:
             one_of("an estimator key", key, [*inspect.signature(OnlineAcceptanceEstimator).parameters][1:])
+        self._check_confidence()
         lossy = [f"feature={self.feature!r}"] if not FEATURES[self.feature].lossless else []
         lossy += ["budget_rule='retrospective'"] if self.budget_rule == "retrospective" else []
         if lossy and not self.allow_lossy:
@@ -119,6 +137,28 @@ class SpeculativeConfig:
                 f"{' and '.join(lossy)} would bias the output: the decision to verify a draft would depend on the "
                 "drawn token. Choose another, or pass allow_lossy=True for an experiment"
             )
+
+    def _check_confidence(self) -> None:
+        if self.confidence != "auto" and not self.enable_adaptive_verification:
+            raise ValueError(
+                f"confidence={self.confidence!r} decides which drafts are verified, and nothing is decided at a fixed "
+                "K; set enable_adaptive_verification=True, or leave confidence out"
+            )
+        if self.confidence not in DEFAULT_THRESHOLDS:
+            self.refuse_unread(("threshold",), f"confidence={self.confidence!r}")
+        else:
+            self.refuse_unread(("budget_rule",), f"confidence={self.confidence!r}, which has no budget,")
+        if self.threshold is not None:
+            _real("threshold", self.threshold, 0.0, 1.0)
+        if self.confidence not in ("auto", "estimator"):
+            self.refuse_unread(ESTIMATOR_KEYS, f"confidence={self.confidence!r}")
+
+    def refuse_unread(self, keys: Sequence[str], reader: str) -> None:
+        """Raise ValueError when one of `keys` was changed, as `reader` does not read it."""
+        for key in keys:
+            default = getattr(SpeculativeConfig, key, {})  # `estimator`, whose default is made anew, has none there
+            if getattr(self, key) != default:
+                raise ValueError(f"{key}={getattr(self, key)!r} is not read by {reader}; leave it out")
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:

@@ -1,77 +1,41 @@
 """Continuous batching and one decode step of (adaptive) speculative decoding.
 
-`Engine.decode` is the whole method: draft, feature, confidence, survival, budget, allocate, verify, accept or reject,
-observe, refit. Running requests occupy the cache rows 0 .. R-1; when one finishes, the last row moves into its place.
-A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
+`Engine.decode` is the whole method: depth, draft, feature, confidence, survival, budget, allocate, verify, accept or
+reject, observe, refit. Running requests occupy the cache rows 0 .. R-1; when one finishes, the last row moves into its
+place. A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from avref import sampling
-from avref.config import SamplingParams, SpeculativeConfig
+from avref.budget import Budget
+from avref.confidence import Confidence
+from avref.config import SpeculativeConfig
 from avref.cost_table import CostTable
+from avref.depth import DraftDepth
 from avref.drafters.base import Drafter, DraftProposal
 from avref.estimator import OnlineAcceptanceEstimator
-from avref.features import FEATURES
 from avref.packed import Layout, PackedModel
-from avref.pruning import StaleSurvival, SurvivalProfile, allocate, choose_budget, survival
+from avref.pruning import SurvivalProfile, allocate, survival
+from avref.request import Request
 from avref.stats import Stats, Stopwatch
 
 MAX_PREFILL_TOKENS = 4096  # longest packed prefill forward
 
 
-@dataclass(eq=False)
-class Request:
-    """One prompt on its way: its tokens so far, how it is sampled, and why it ended (`stop` or `length`)."""
-
-    request_id: int
-    prompt_ids: list[int]
-    params: SamplingParams
-    max_length: int
-    stop_ids: frozenset[int]
-    generator: torch.Generator
-    output_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens whose keys and values are in the cache: all but the pending one."""
-        return len(self.prompt_ids) + len(self.output_ids) - 1
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that may still be emitted."""
-        emitted = len(self.output_ids)
-        return min(self.params.max_tokens - emitted, self.max_length - len(self.prompt_ids) - emitted)
-
-    def emit(self, tokens: Iterable[int]) -> int:
-        """Append tokens up to the first stop token or the length limit; return how many were taken."""
-        taken = 0
-        for token in tokens:
-            self.output_ids.append(token)
-            taken += 1
-            if token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif self.remaining == 0:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                break
-        return taken
-
-
 class Engine:
     """Requests in, tokens out.
 
-    Holds the target's cache, the drafter, and what adaptive verification learns (`estimator`, survival profile).
+    Holds the target's cache, the drafter, and what adaptive verification learns: `estimator`, and the memories of the
+    `budget` rule and of the drafting `depth`.
     """
 
     def __init__(
@@ -85,20 +49,31 @@ class Engine:
         cost_table: CostTable | None = None,
     ) -> None:
         self.target, self.drafter, self.config = target, drafter, config
+        if drafter is not None and hasattr(drafter, "attach"):
+            drafter.attach(target)  # layer_skip drafts on the target's own cache
         self.max_num_seqs, self.estimator, self.cost_table = max_num_seqs, estimator, cost_table
         self.num_positions = config.num_speculative_tokens if config else 0
         self.adaptive = bool(config and config.enable_adaptive_verification)
+        self.confidence = Confidence(config, drafter, estimator) if config and self.adaptive else None
+        self.has_budget = self.confidence is not None and not self.confidence.stops  # then it needs a cost table
+        self.probe_interval = config.probe_interval if config and self.confidence and self.confidence.learns else 0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.profile = SurvivalProfile()
-        self.stale = StaleSurvival(self.num_positions) if self.num_positions else None
-        # for profiling and controls: a request's capacity -> its admitted drafts
+        self.budget = Budget(config.budget_rule, self.num_positions) if config else None
+        self.depth = DraftDepth(self.num_positions) if config and config.adaptive_drafting and self.has_budget else None
+        # for profiling and controls: a request's capacity -> its admitted drafts; and the depth to draft
         self.override: Callable[[int], int] | None = None
+        self.fixed_depth: int | None = None
         # called with (cache row, request) before a finished request leaves its row
         self.on_finish: Callable[[int, Request], None] | None = None
         self.watch = Stopwatch(target.device)
         self.stats = Stats.zeros(self.num_positions)
         self.step_count = 0
+
+    @property
+    def profile(self) -> SurvivalProfile | None:
+        """Survivals by rank of past steps that were drafted in full."""
+        return self.budget.profiles[self.num_positions] if self.budget else None
 
     # ---- requests in and out ----
     def add(self, request: Request) -> None:
@@ -176,16 +151,18 @@ class Engine:
         requests, device = self.running, self.target.device
         lengths = [r.num_cached for r in requests]
         capacity = [self._capacity(r) for r in requests]
-        depth = max(capacity)
+        depth = self._depth(max(capacity))
+        capacity = [min(c, depth) for c in capacity]
         temperature, top_k, top_p = self._sampling_tensors(requests)
         pending = torch.tensor([r.output_ids[-1] for r in requests], device=device)  # [R]
         uniforms = self._uniforms(requests)  # [R, 2K + 2]
         self.watch.lap("other")
 
-        proposal = self._draft(lengths, pending, depth, temperature, uniforms)
+        proposal = self._draft(lengths, pending, capacity, temperature, uniforms)
         self.watch.lap("draft")
 
-        features, admitted = self._admit(proposal, capacity, temperature)
+        drafted = _drafted(proposal, capacity)
+        features, admitted = self._admit(proposal, capacity, drafted, temperature)
         drafts = proposal.tokens.tolist() if proposal else [[]] * len(requests)
         chunks = [[r.output_ids[-1], *d[:n]] for r, d, n in zip(requests, drafts, admitted, strict=True)]
         layout = Layout(lengths, [len(c) for c in chunks], device)
@@ -212,7 +189,7 @@ class Engine:
             )
         if self.estimator is not None:  # a step without drafts counts too
             self.stats.num_refits += bool(self.estimator.end_step())
-        self._count(capacity, admitted, graded_accepted, graded_verified)
+        self._count(drafted, admitted, graded_accepted, graded_verified)
         self.step_count += 1
 
     def _capacity(self, request: Request) -> int:
@@ -224,57 +201,68 @@ class Engine:
             return 0
         return max(0, min(self.num_positions, request.remaining - 1, self.drafter.max_length - 1 - request.num_cached))
 
+    def _depth(self, deepest: int) -> int:
+        """How many positions to draft, for all requests: settled before drafting, by past steps and the cost table."""
+        if self.fixed_depth is not None:
+            return min(self.fixed_depth, deepest)
+        if self.depth is None or self.override or self._probes():
+            return deepest
+        assert self.cost_table is not None
+        return self.depth.choose(self.step_count, len(self.running), deepest, self.cost_table)
+
+    def _probes(self) -> bool:
+        """Whether one request is drafted and verified in full in this step, so that every position keeps its labels."""
+        return self.probe_interval > 0 and self.step_count % self.probe_interval == self.probe_interval - 1
+
     def _draft(
-        self, lengths: list[int], pending: Tensor, depth: int, temperature: Tensor, uniforms: Tensor
+        self, lengths: list[int], pending: Tensor, capacity: list[int], temperature: Tensor, uniforms: Tensor
     ) -> DraftProposal | None:
+        depth = max(capacity)
         if self.drafter is None or self.config is None or depth == 0:
             return None
+        enough = None
+        if self.confidence and not self.override:
+            enough = self.confidence.enough(torch.tensor(capacity, device=pending.device), temperature)
         greedy = self.config.draft_sample_method == "greedy"
-        return self.drafter.propose(lengths, pending, depth, temperature, uniforms[:, :depth], greedy)
+        return self.drafter.propose(lengths, pending, depth, temperature, uniforms[:, :depth], greedy, enough=enough)
 
     def _admit(
-        self, proposal: DraftProposal | None, capacity: list[int], temperature: Tensor
+        self, proposal: DraftProposal | None, capacity: list[int], drafted: list[int], temperature: Tensor
     ) -> tuple[Tensor | None, list[int]]:
         """Decide what to verify -> (features [R, K] or None, admitted drafts per request).
 
-        The chain is feature, confidence, survival, budget, allocation.
+        The chain is feature, confidence, survival, budget, allocation; a stopping rule ends at confidence. `capacity`
+        was known before drafting, `drafted` is what came of it.
         """
-        if proposal is None:
-            return None, [0] * len(capacity)
-        if not self.adaptive and self.estimator is None:
-            return None, [self.override(c) if self.override else c for c in capacity]
-        assert self.config is not None and self.estimator is not None and self.stale is not None
-        feature = FEATURES[self.config.feature]
-        drafted = feature.fn(proposal.logits, proposal.draft_ids, temperature[:, None])  # [R, depth]
-        features = drafted.new_zeros(len(capacity), self.num_positions)
-        features[:, : drafted.shape[1]] = drafted
-        confidence = self.estimator.predict(features)  # [R, K]
-        live = survival(confidence).double().cpu()  # [R, K]
-        capacities = torch.tensor(capacity)
-        budget = self._budget(live, capacities)
-        admitted = allocate(live, budget, capacities).tolist()
-        self.profile.update(live, capacities)
-        self.stale.record([r.request_id for r in self.running], live, capacities)
-        interval = self.config.probe_interval
-        if interval and self.step_count % interval == interval - 1:
-            probe = self.step_count // interval % len(self.running)
-            admitted[probe] = capacity[probe]
-        if self.override:
-            admitted = [self.override(c) for c in capacity]
+        features, admitted = None, drafted
+        if proposal is not None and self.confidence is not None:
+            features, confidence = self.confidence.read(proposal, temperature)  # [R, K]
+            if self.confidence.stops:
+                stops = self.confidence.stop(confidence).tolist()
+                admitted = [min(n, d) for n, d in zip(stops, drafted, strict=True)]
+            else:
+                admitted = self._allocate(survival(confidence), capacity, drafted)
+        if self._probes():
+            probe = self.step_count // self.probe_interval % len(drafted)
+            admitted[probe] = drafted[probe]
+        if self.override:  # real drafts or not: profiling times a number of tokens
+            width = proposal.tokens.shape[1] if proposal else 0
+            admitted = [self.override(min(c, width)) for c in capacity]
         return features, admitted
 
-    def _budget(self, live: Tensor, capacities: Tensor) -> int:
-        assert self.config is not None and self.cost_table is not None and self.stale is not None
-        table, num_requests, rule = self.cost_table, len(self.running), self.config.budget_rule
-        if rule == "stale":
-            old = self.stale.gather([r.request_id for r in self.running], capacities)
-            return choose_budget(old, table, num_requests, rule="argmax", capacities=capacities)
-        if rule == "retrospective":
-            return choose_budget(live, table, num_requests, rule="argmax", capacities=capacities)
-        if rule == "early_stop":
-            return choose_budget(live, table, num_requests, rule="early_stop", capacities=capacities)
-        profile = self.profile.predict(int(capacities.sum()))
-        return choose_budget(live, table, num_requests, rule="lookahead", profile=profile, capacities=capacities)
+    def _allocate(self, survival: Tensor, capacity: list[int], drafted: list[int]) -> list[int]:
+        """Budget and allocation from this step's survivals [R, K]; what the rules keep for later steps is updated."""
+        assert self.budget is not None and self.cost_table is not None
+        capacities, found = torch.tensor(capacity), torch.tensor(drafted)
+        live = survival[:, : max(capacity)].double().cpu()  # [R, depth drafted]
+        live = live.masked_fill(torch.arange(live.shape[1]) >= found[:, None], 0.0)  # an empty slot is never accepted
+        request_ids = [r.request_id for r in self.running]
+        budget = self.budget.choose(live, capacities, request_ids, self.cost_table)
+        admitted = allocate(live, budget, found).tolist()
+        self.budget.record(live, capacities, found, request_ids)
+        if self.depth is not None:
+            self.depth.learn(live.numpy(), capacities.numpy(), self.cost_table)
+        return admitted
 
     def _accept(
         self,
@@ -307,12 +295,12 @@ class Engine:
         )
         return verdict.tokens.tolist(), verdict.num_accepted.tolist()
 
-    def _count(self, capacity: list[int], admitted: list[int], accepted: list[int], verified: list[int]) -> None:
+    def _count(self, drafted: list[int], admitted: list[int], accepted: list[int], verified: list[int]) -> None:
         s, k = self.stats, np.arange(self.num_positions)
         column = lambda x: np.asarray(x)[:, None]  # noqa: E731
         s.num_steps += 1
-        s.num_request_steps += len(capacity)
-        s.drafted_by_position += (k < column(capacity)).sum(0)
+        s.num_request_steps += len(drafted)
+        s.drafted_by_position += (k < column(drafted)).sum(0)
         s.verified_by_position += (k < column(admitted)).sum(0)
         s.graded_by_position += ((k <= column(accepted)) & (k < column(verified))).sum(0)
         s.accepted_by_position += (k < column(accepted)).sum(0)
@@ -333,3 +321,12 @@ class Engine:
         """
         width = 2 * self.num_positions + 2
         return torch.stack([torch.rand(width, generator=r.generator) for r in requests]).to(self.target.device)
+
+
+def _drafted(proposal: DraftProposal | None, capacity: list[int]) -> list[int]:
+    """Drafts that each request got: fewer than its capacity where the drafter had less to offer."""
+    if proposal is None:
+        return [0] * len(capacity)
+    depth = proposal.tokens.shape[1]
+    found = [depth] * len(capacity) if proposal.num_drafted is None else proposal.num_drafted
+    return [min(c, n, depth) for c, n in zip(capacity, found, strict=True)]

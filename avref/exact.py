@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from avref.cost_table import CostTable
+from avref.depth import DraftDepth
 from avref.features import FEATURES
 from avref.pruning import SurvivalProfile, allocate, choose_budget, survival
 
@@ -39,15 +40,22 @@ Law = dict[tuple[Tokens, ...], float]  # what every request emits -> probability
 Distribution = Callable[[Tokens], Sequence[float]]  # the tokens so far -> probabilities [V]
 BudgetRule = Literal["lookahead", "early_stop", "stale", "retrospective"]
 Confidence = Callable[[int, Tokens, Sequence[float], int], float]  # k, the tokens before x_k, q_k, x_k -> c_k
+MASK = -1  # what a parallel drafter reads in place of its own drafts
 
 
 @dataclass(frozen=True)
 class Request:
-    """The target's p and the drafter's q after any tokens, and the confidence in each draft."""
+    """The target's p and the drafter's q after any tokens, and the confidence in each draft.
+
+    A parallel drafter (dflash) makes its block at once: its q knows the tokens before the block and the position, no
+    draft. `ends` says after which tokens nothing more is drafted, as when an n-gram's text ends.
+    """
 
     target: Distribution
     drafter: Distribution
     confidence: Confidence
+    parallel: bool = False
+    ends: Callable[[Tokens], bool] = lambda tokens: False
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Seen:
     survival: Floats  # [R, K] of this step's drafts ("live")
     previous: Floats  # [R, K] of the step before; 1 at the first step, as for every new request
     profile: Floats | None  # [R K] predicted survivals by rank, from past steps; None before the first
+    drafted: tuple[int, ...] | None = None  # [R] drafts found, confidence and survival are 0 behind them; None: all K
 
 
 Policy = Callable[[Seen], Sequence[int]]  # -> admitted [R]
@@ -82,7 +91,7 @@ def joint_law(experiment: Experiment) -> Law:
     num_requests = len(experiment.requests)
     drafts_of = cache(lambda r, before: _drafts(experiment.requests[r], before, experiment.num_drafts))
     block_of = cache(lambda r, before, draft, n: _verified(experiment.requests[r], before, draft[:n]))
-    admit = cache(lambda confidence, past: _admitted(experiment, confidence, past))
+    admit = cache(lambda confidence, drafted, past: _admitted(experiment, confidence, drafted, past))
 
     start: tuple[tuple[Tokens, ...], tuple[Table, ...]] = ((),) * num_requests, ()
     states = {start: 1.0}  # (emitted by every request, survivals of the past steps) -> probability
@@ -91,7 +100,7 @@ def joint_law(experiment: Experiment) -> Law:
         for (emitted, past), weight in states.items():
             for choice in itertools.product(*(drafts_of(r, emitted[r]) for r in range(num_requests))):
                 drafts, chances, confidences = zip(*choice, strict=True)
-                admitted, live = admit(confidences, past)
+                admitted, live = admit(confidences, tuple(map(len, drafts)), past)
                 remembered = (*past, live) if steps_left else ()
                 blocks = [block_of(r, emitted[r], drafts[r], admitted[r]) for r in range(num_requests)]
                 for block, chance in _independent(blocks):
@@ -135,12 +144,15 @@ def first_token(law: Law, request: int = 0) -> list[float]:
 
 
 def _drafts(request: Request, before: Tokens, num_drafts: int) -> list[tuple[Tokens, float, tuple[float, ...]]]:
-    """Every draft of K tokens after `before`: the tokens, their probability under q, their confidences."""
+    """Every draft of up to K tokens after `before`: the tokens, their probability under q, K confidences."""
     drafts: list[tuple[Tokens, float, tuple[float, ...]]] = [((), 1.0, ())]
     for k in range(num_drafts):
         longer = []
         for tokens, chance, confidences in drafts:
-            q = _distribution(request.drafter, before + tokens)
+            if len(tokens) < k or request.ends(before + tokens):
+                longer.append((tokens, chance, (*confidences, 0.0)))
+                continue
+            q = _q(request, before, tokens)
             for x, q_x in enumerate(q):
                 if q_x > 0:
                     c = request.confidence(k, before + tokens, q, x)
@@ -149,18 +161,27 @@ def _drafts(request: Request, before: Tokens, num_drafts: int) -> list[tuple[Tok
     return drafts
 
 
-def _admitted(experiment: Experiment, confidence: Table, past: tuple[Table, ...]) -> tuple[list[int], Table]:
+def _q(request: Request, before: Tokens, drafted: Tokens) -> list[float]:
+    """q of the next draft, after the tokens before the block and the drafts so far."""
+    return _distribution(request.drafter, before + ((MASK,) * len(drafted) if request.parallel else drafted))
+
+
+def _admitted(
+    experiment: Experiment, confidence: Table, drafted: tuple[int, ...], past: tuple[Table, ...]
+) -> tuple[list[int], Table]:
     """The policy's decision, and this step's survivals."""
     live = survival(torch.tensor(confidence, dtype=torch.float64)).numpy()  # [R, K]
     profile = SurvivalProfile(rate=experiment.profile_rate)
     for table in past:
         profile.update(np.array(table))
     previous = np.array(past[-1]) if past else np.ones_like(live)
-    admitted = [
-        int(n) for n in experiment.policy(Seen(np.array(confidence), live, previous, profile.predict(live.size)))
-    ]
-    if len(admitted) != len(live) or not all(0 <= n <= experiment.num_drafts for n in admitted):
-        raise ValueError(f"a policy must give {len(live)} counts from 0 to {experiment.num_drafts}, got {admitted}")
+    seen = Seen(np.array(confidence), live, previous, profile.predict(live.size), drafted)
+    admitted = [int(n) for n in experiment.policy(seen)]
+    if len(admitted) != len(live) or not all(0 <= n <= most for n, most in zip(admitted, drafted, strict=True)):
+        raise ValueError(
+            f"a policy must give {len(live)} counts from 0 to {experiment.num_drafts}, got {admitted} where {drafted} "
+            "were drafted"
+        )
     return admitted, tuple(map(tuple, live.tolist()))
 
 
@@ -169,7 +190,7 @@ def _verified(request: Request, before: Tokens, draft: Tokens) -> list[tuple[Tok
     blocks = []
     reached = 1.0  # probability that everything up to here was accepted
     for k, x in enumerate(draft):
-        p, q = (np.array(_distribution(d, before + draft[:k])) for d in (request.target, request.drafter))
+        p, q = np.array(_distribution(request.target, before + draft[:k])), np.array(_q(request, before, draft[:k]))
         accepted = min(1.0, p[x] / q[x])
         excess = np.maximum(p - q, 0.0)  # the residual, not yet normalised
         if accepted < 1 and excess.any():
@@ -230,16 +251,30 @@ def _budget(seen: Seen, cost_table: CostTable, rule: BudgetRule) -> int:
 
 def budget_policy(cost_table: CostTable, rule: BudgetRule = "lookahead") -> Policy:
     """A budget by lookahead, early_stop, stale or retrospective (lossy), given to the best live slots."""
-    return lambda seen: allocate(seen.survival, _budget(seen, cost_table, rule)).tolist()
+    return lambda seen: allocate(seen.survival, _budget(seen, cost_table, rule), seen.drafted).tolist()
 
 
 def fixed_budget(budget: int) -> Policy:
-    return lambda seen: allocate(seen.survival, budget).tolist()
+    return lambda seen: allocate(seen.survival, budget, seen.drafted).tolist()
 
 
-def threshold_policy(at_least: float) -> Policy:
-    """Verify each request up to its first confidence below a threshold (Draft & Verify)."""
-    return lambda seen: (seen.confidence >= at_least).cumprod(axis=1).sum(axis=1).tolist()
+def threshold_policy(at_least: float, *, stop_after: bool = False) -> Policy:
+    """Verify each request up to its first confidence below a threshold (Draft & Verify).
+
+    With stop_after that draft is verified too: what a rule has to do that has seen the token.
+    """
+
+    def policy(seen: Seen) -> Sequence[int]:
+        sure = (seen.confidence >= at_least).cumprod(axis=1).sum(axis=1)  # [R]
+        most = seen.confidence.shape[1] if seen.drafted is None else np.array(seen.drafted)
+        return np.minimum(sure + stop_after, most).tolist()
+
+    return policy
+
+
+def stop_policy(at_least: float) -> Policy:
+    """Verify each request while the product of its confidences stays at or above a value (SpecDec++)."""
+    return lambda seen: threshold_policy(at_least)(replace(seen, confidence=seen.survival))
 
 
 def bucket_jump(cost_table: CostTable) -> Policy:
@@ -258,6 +293,31 @@ def bucket_jump(cost_table: CostTable) -> Policy:
         return allocate(seen.survival, budget).tolist()
 
     return policy
+
+
+def drafting_to(depth: Callable[[Seen], int], policy: Policy) -> Policy:
+    """Drafts every request to a depth that is settled before drafting; lossless if `depth` reads the past only.
+
+    Deeper drafts are not shown to the policy, and a draft that nobody looks at is as good as none.
+    """
+
+    def to_depth(seen: Seen) -> Sequence[int]:
+        d = depth(seen)
+        if d == 0:
+            return [0] * len(seen.survival)
+        drafted = None if seen.drafted is None else tuple(min(n, d) for n in seen.drafted)
+        tables = {name: getattr(seen, name)[:, :d] for name in ("confidence", "survival", "previous")}
+        return policy(replace(seen, drafted=drafted, **tables))
+
+    return to_depth
+
+
+def depth_worth(cost_table: CostTable, survival: Floats) -> int:
+    """The depth that `DraftDepth` recommends after one step with these survivals [R, K]."""
+    num_requests, num_drafts = survival.shape
+    worth = DraftDepth(num_drafts, warmup=1)
+    worth.learn(survival, np.full(num_requests, num_drafts), cost_table)
+    return worth.choose(0, num_requests, num_drafts, cost_table)
 
 
 def drafting_until(stop: Callable[[Seen, int], bool], policy: Policy) -> Policy:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from avref import drafters, models
+from avref import confidence, drafters, models
 from avref.config import SamplingParams, SpeculativeConfig
 from avref.cost_table import CostTable
 from avref.engine import Engine, Request
@@ -105,7 +105,7 @@ class LLM:
                 "profile up to that many (python -m avref profile --max-num-seqs) or lower max_num_seqs"
             )
         estimator = None
-        if adaptive and self.config:
+        if adaptive and self.config and confidence.resolve(self.config, drafter) == "estimator":
             estimator = OnlineAcceptanceEstimator(
                 self.config.num_speculative_tokens, **{"device": self.device, **self.config.estimator}
             )
@@ -121,7 +121,7 @@ class LLM:
 
     @property
     def estimator(self) -> OnlineAcceptanceEstimator | None:
-        """The online fit; it persists over `generate` calls."""
+        """The online fit, where confidence comes from one; it persists over `generate` calls."""
         return self.engine.estimator
 
     @property
@@ -174,7 +174,7 @@ class LLM:
 
     def _run(self, requests: list[Request], keep_going: Callable[[], bool], use_tqdm: bool = False) -> None:
         engine = self.engine
-        if engine.adaptive and engine.cost_table is None and requests:
+        if engine.has_budget and engine.cost_table is None and requests:
             from avref.profiling import load_or_profile
 
             engine.cost_table = load_or_profile(self)

@@ -6,6 +6,7 @@ the same picture a thousand times leaks nothing. In a notebook, `%matplotlib inl
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ POLICY_COLORS = {
     "stale": "#CC79A7",
     "early_stop": "#E69F00",
     "lookahead": "#000000",
+    "retrospective": "#999933",
     "newton": "#882255",
     "self_concordant": "#009E73",
 }
@@ -71,3 +73,10 @@ def save(fig: Figure, name: str, *, dpi: int = 150) -> Path:
     path.parent.mkdir(exist_ok=True)
     fig.savefig(path, dpi=dpi)
     return path
+
+
+def png(figure: Figure) -> bytes:
+    """The picture as the bytes of a PNG file, for a widget that keeps one."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()

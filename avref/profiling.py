@@ -1,9 +1,9 @@
 """Measuring the cost table: real engine steps on synthetic requests.
 
-Every batch size (powers of two) is measured with every number of verified drafts. Each step runs the engine that
-serves (drafting, forward, sampling, acceptance, bookkeeping) with the number of admitted drafts forced; medians over
-repeats, sizes in shuffled order. Tables are saved under `models.cache_dir()` and reused for the same model, drafter,
-dtype, device and versions.
+Every batch size (powers of two) is measured with every number of verified drafts, and drafting at a few depths. Each
+step runs the engine that serves (drafting, forward, sampling, acceptance, bookkeeping) with depth and number of
+admitted drafts forced; medians over repeats, sizes in shuffled order. Tables are saved under `models.cache_dir()` and
+reused for the same model, drafter, dtype, device and versions.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted({1 << i for i in range(max_num_seqs.bit_length()) if 1 << i <= max_num_seqs} | {max_num_seqs})
 
 
+def draft_depths(num_positions: int) -> list[int]:
+    """Depths at which drafting is timed: 1, K/2 and K. Token by token it takes longer with each, in parallel hardly."""
+    return sorted({1, max(1, num_positions // 2), num_positions})
+
+
 def describe(llm: LLM) -> dict[str, Any]:
     """What a cost table or a result depends on: device, dtype, threads, versions, target and drafter."""
     on_gpu = llm.device.type == "cuda"
@@ -70,6 +75,7 @@ def processor() -> str:
 def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, again: bool = False) -> CostTable:
     """The saved table for this setting, or a new one, measured now and saved."""
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
+    setting["depths"] = draft_depths(llm.engine.num_positions)
     key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
@@ -86,8 +92,8 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
 def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTable:
     """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
 
-    R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request; each point is the
-    median over `repeats`. Raises ValueError when the LLM has no drafter.
+    R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request, and 1, K/2 and K
+    positions drafted; each point is the median over `repeats`. Raises ValueError when the LLM has no drafter.
     """
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
@@ -100,7 +106,7 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     draft_points, verify_points = [], []
     for num_requests in batch_sizes(limit):
         draft, verify = _measure(llm, num_requests, depth, context, repeats)
-        draft_points.append((num_requests, statistics.median(draft)))
+        draft_points += [(num_requests, d, statistics.median(ms)) for d, ms in draft.items()]
         verify_points += [(num_requests, num_requests * (1 + k), statistics.median(ms)) for k, ms in verify.items()]
     table = CostTable.from_curves(draft_points, verify_points, max_requests=limit, max_tokens=limit * (depth + 1))
     table.metadata |= {
@@ -115,26 +121,27 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
 
 def _measure(
     llm: LLM, num_requests: int, depth: int, context: int, repeats: int
-) -> tuple[list[float], dict[int, list[float]]]:
-    """Milliseconds of drafting (all samples) and of the rest of the step by number of verified drafts."""
+) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+    """Milliseconds of drafting by depth, and of the rest of the step by number of verified drafts."""
     flat = CostTable(np.ones(num_requests + 1), np.ones(num_requests * (depth + 1) + 1))
     engine = Engine(
         llm.engine.target,
         llm.engine.drafter,
         llm.config,
         max_num_seqs=num_requests,
-        estimator=OnlineAcceptanceEstimator(depth, device=llm.device) if llm.engine.adaptive else None,
+        estimator=OnlineAcceptanceEstimator(depth, device=llm.device) if llm.estimator is not None else None,
         cost_table=flat,
     )
-    draft: list[float] = []
+    draft: dict[int, list[float]] = {d: [] for d in draft_depths(depth)}
     verify: dict[int, list[float]] = {k: [] for k in range(depth + 1)}
     order = random.Random(0)
-    jobs = [(repeat, k) for repeat in range(repeats + 1) for k in order.sample(range(depth + 1), depth + 1)]
+    kinds = [(depth, k) for k in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
+    jobs = [(repeat, *kind) for repeat in range(repeats + 1) for kind in order.sample(kinds, len(kinds))]
     fits = 0  # steps that the requests still have room for
-    for repeat, k in jobs:
+    for repeat, drafted, k in jobs:
         if fits == 0:
             fits = _refill(engine, llm, num_requests, depth, context)
-        engine.override = _at_most(k)
+        engine.override, engine.fixed_depth = _at_most(k), drafted
         before = engine.watch.read()
         engine.step()
         after = engine.watch.read()
@@ -142,8 +149,9 @@ def _measure(
         if repeat == 0:
             continue  # the first round warms allocators and caches up
         step = {name: after[name] - before[name] for name in after}
-        draft.append(step["draft"])
-        verify[k].append(step["verify"] + step["sample"] + step["other"])
+        draft[drafted].append(step["draft"])
+        if drafted == depth:
+            verify[k].append(step["verify"] + step["sample"] + step["other"])
     return draft, verify
 
 

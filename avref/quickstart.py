@@ -6,46 +6,33 @@ Every number is measured in the run.
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tabulate import tabulate
 from tqdm.auto import tqdm
 
 from avref import profiling, workloads
-from avref.config import SamplingParams
-from avref.estimator import OnlineAcceptanceEstimator
+from avref.arms import (
+    WARMUP_CONCURRENCY,
+    WARMUP_INTERVAL,
+    WARMUP_REFITS,
+    Learned,
+    Run,
+    build,
+    chosen,
+    measure,
+    params,
+    rotate,
+    row,
+    speculative,
+    warm_up,
+)
 from avref.llm import LLM
-from avref.stats import Stats
 
 FIXED = (1, 3, 7)
-WARMUP_CONCURRENCY, WARMUP_INTERVAL, WARMUP_REFITS = 8, 32, 5
-
-
-@dataclass
-class Run:
-    """One `generate` of one arm: what `Stats` counted."""
-
-    stats: Stats
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds in decode steps: drafting, forward, sampling and bookkeeping.
-
-        Prefill is left out; it is the same for every arm.
-        """
-        s = self.stats
-        return (s.draft_ms + s.verify_ms + s.sample_ms + s.other_ms) / 1e3
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens emitted by decode steps per second of decoding."""
-        return (self.stats.num_tokens - self.stats.num_requests) / self.decode_s
 
 
 def make_arms(base: LLM, method: str, drafter: Any, max_num_seqs: int, depth: int = 7) -> dict[str, LLM]:
@@ -53,42 +40,10 @@ def make_arms(base: LLM, method: str, drafter: Any, max_num_seqs: int, depth: in
 
     Every arm has a cache of its own.
     """
-    shared: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": base.max_model_len, "seed": base.seed}
-
-    def arm(num: int, adaptive: bool) -> LLM:
-        config = {
-            "method": method,
-            "model": drafter,
-            "num_speculative_tokens": num,
-            "enable_adaptive_verification": adaptive,
-        }
-        return LLM(base.model, config, base.tokenizer, **shared)
-
-    arms = {"none": LLM(base.model, None, base.tokenizer, **shared)}
-    arms |= {f"fixed-{k}": arm(k, False) for k in FIXED if k <= depth}
-    return arms | {f"adaptive-{depth}": arm(depth, True)}
-
-
-def measure(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int) -> Run:
-    """Decode with `concurrency` requests running, until the prompts no longer fill the batch."""
-    llm.engine.max_num_seqs = concurrency
-    return Run(llm.measure(prompts, params))
-
-
-def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, concurrency: int = WARMUP_CONCURRENCY) -> int:
-    """Fit the estimator on prompts of their own until `WARMUP_REFITS` refits are done; return the steps taken.
-
-    A refit comes every `WARMUP_INTERVAL` steps here, so that it takes seconds.
-    """
-    estimator = llm.estimator
-    assert estimator is not None
-    usual, estimator.refit_interval = estimator.refit_interval, WARMUP_INTERVAL
-    refits, steps, seed = 0, 0, 50_000
-    while refits < WARMUP_REFITS:
-        run = measure(llm, prompts, _params(len(prompts), max_tokens, seed), concurrency)
-        refits, steps, seed = refits + run.stats.num_refits, steps + run.stats.num_steps, seed + len(prompts)
-    estimator.refit_interval = usual
-    return steps
+    configs = {f"fixed-{k}": speculative(method, drafter, k, adaptive=False) for k in FIXED if k <= depth}
+    configs[f"adaptive-{depth}"] = speculative(method, drafter, depth, adaptive=True)
+    arms = {"none": build(base, None, max_num_seqs)}
+    return arms | {name: build(base, config, max_num_seqs) for name, config in configs.items()}
 
 
 def quickstart(
@@ -120,30 +75,30 @@ def quickstart(
     base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
     arms = make_arms(base, method, drafter, max(concurrency))
     adaptive = arms["adaptive-7"]
-    estimator = adaptive.estimator
-    assert estimator is not None
     adaptive.cost_table = profiling.load_or_profile(adaptive)
     warm = base.prompt_ids(workloads.load("warmup"))
     together = min(WARMUP_CONCURRENCY, max(concurrency))
-    cold_run = measure(adaptive, warm[::5], _params(len(warm[::5]), max_tokens, 40_000), together)
-    estimator.load_state_dict(OnlineAcceptanceEstimator(7).state_dict())  # forget what the cold run taught
+    fresh = Learned(adaptive)
+    cold_run = measure(adaptive, warm[::5], params(len(warm[::5]), max_tokens, 40_000), together)
+    fresh.restore()  # forget what the cold run taught
     started = time.perf_counter()
-    warm_steps = warm_up(adaptive, warm, max_tokens, together)
+    warm_steps = warm_up(adaptive, warm, max_tokens, together, WARMUP_INTERVAL)
     warm_s = time.perf_counter() - started
     prompts = base.prompt_ids(workloads.mix())
-    jobs = [(repeat, c, name) for repeat in range(repeats) for c in concurrency for name in _rotate(list(arms), repeat)]
+    jobs = [(repeat, c, name) for repeat in range(repeats) for c in concurrency for name in rotate(list(arms), repeat)]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
         count = max(3, c + c // 2)  # some enter when others leave
-        chosen = [prompts[(repeat * count + i) % len(prompts)] for i in range(count)]
-        runs.setdefault((c, name), []).append(measure(arms[name], chosen, _params(count, max_tokens, 1000 * repeat), c))
+        own = chosen(prompts, count, repeat), params(count, max_tokens, 1000 * repeat)
+        runs.setdefault((c, name), []).append(measure(arms[name], *own, c))
     rows = [
-        _row(c, name, runs[c, name], [r.tokens_per_s for r in runs[c, "none"]]) for c in concurrency for name in arms
+        row(c, name, runs[c, name], [r.tokens_per_s for r in runs[c, "none"]]) for c in concurrency for name in arms
     ]
-    assert adaptive.cost_table is not None
+    estimator = adaptive.estimator
+    assert adaptive.cost_table is not None and estimator is not None
     return {
         "rows": rows,
-        "cold": _row(together, "adaptive-7", [cold_run], None),
+        "cold": row(together, "adaptive-7", [cold_run], None),
         "warm_up": {
             "refits": WARMUP_REFITS,
             "steps": warm_steps,
@@ -166,43 +121,6 @@ def quickstart(
         },
         "machine": profiling.describe(adaptive),
         "cost_table": adaptive.cost_table.metadata,
-    }
-
-
-def _params(count: int, max_tokens: int, seed: int) -> list[SamplingParams]:
-    return [SamplingParams(temperature=1.0, top_p=0.95, max_tokens=max_tokens, seed=seed + i) for i in range(count)]
-
-
-def _rotate(names: list[str], by: int) -> list[str]:
-    by %= len(names)
-    return names[by:] + names[:by]
-
-
-def _row(concurrency: int, arm: str, runs: Sequence[Run], plain: Sequence[float] | None) -> dict[str, Any]:
-    """Medians and spread of one arm at one concurrency; counts are summed over repeats."""
-    speeds = [r.tokens_per_s for r in runs]
-    stats = [r.stats for r in runs]
-    total = {name: np.sum([getattr(s, name) for s in stats], axis=0) for name in vars(stats[0])}
-    ratios = [s / p for s, p in zip(speeds, plain, strict=True)] if plain else []
-    return {
-        "arm": arm,
-        "concurrency": concurrency,
-        "tokens_per_s": statistics.median(speeds),
-        "tokens_per_s_range": [min(speeds), max(speeds)],
-        "speedup": statistics.median(ratios) if ratios else None,
-        "speedup_range": [min(ratios), max(ratios)] if ratios else None,
-        "tokens_per_s_with_prefill": statistics.median(s.num_tokens / s.wall_s for s in stats),
-        "tokens_per_forward": float((total["num_tokens"] - total["num_requests"]) / max(total["num_steps"], 1)),
-        "tokens_per_request_step": float(
-            (total["num_tokens"] - total["num_requests"]) / max(total["num_request_steps"], 1)
-        ),
-        "verified_per_step": float(total["verified_by_position"].sum() / max(total["num_steps"], 1)),
-        "accepted_by_position": total["accepted_by_position"].tolist(),
-        "graded_by_position": total["graded_by_position"].tolist(),
-        "verified_by_position": total["verified_by_position"].tolist(),
-        "drafted_by_position": total["drafted_by_position"].tolist(),
-        "milliseconds": {k: float(total[f"{k}_ms"]) for k in ("prefill", "draft", "verify", "sample", "other")},
-        "refits": int(total["num_refits"]),
     }
 
 

@@ -277,7 +277,7 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
     if method == "dflash":
         from avref.train.evaluate import held_out_overlap
 
-        overlap = held_out_overlap(base, drafter, per_workload=8, max_tokens=64)["all"]
+        overlap = held_out_overlap(base, method, drafter, per_workload=8, max_tokens=64)["all"]
         for position, bar in ((1, 0.45), (2, 0.34), (4, 0.25), (7, 0.16)):
             if position <= len(overlap):
                 yield Row(

@@ -7,15 +7,19 @@ in a callback is not swallowed. It is shown in place of the summary line and rai
 from __future__ import annotations
 
 import html
-import io
 from typing import Any
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from avref.estimator import STEP_RULES
+from avref.plot_style import png as _png
 from avref.plots import plot_damping
 from avref.traffic import KINDS, DampingHistory, simulate_damping
+from avref.widgets_budget import BudgetExplorer as BudgetExplorer
+from avref.widgets_budget import budget_figure as budget_figure
+from avref.widgets_lossless import LosslessExplorer as LosslessExplorer
+from avref.widgets_lossless import lossless_figure as lossless_figure
 
 
 def damping_figure(
@@ -71,9 +75,3 @@ def _mean_excess(history: DampingHistory) -> float:
     """Over all graded drafts after the first round, which the cold start alone decides."""
     graded = history.num_graded.sum(dim=1)[1:]
     return float((history.excess_log_loss[1:] * graded).sum() / graded.sum())
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()

@@ -14,12 +14,15 @@ from avref.exact import (
     Seen,
     budget_policy,
     costs,
+    depth_worth,
+    drafting_to,
     feature_confidence,
     first_token,
     fixed_budget,
     joint_law,
     leak,
     safe_drafting,
+    stop_policy,
     target_law,
     threshold_policy,
     total_variation,
@@ -176,9 +179,9 @@ def test_safe_drafting_changes_no_allocation(rule, monkeypatch):
     rng = np.random.default_rng(4)
     stopped_early = []
 
-    def allocate(live, budget, real=exact.allocate):
+    def allocate(live, budget, capacities, real=exact.allocate):
         stopped_early.append(bool((live[:, -1] == 0).all()))
-        return real(live, budget)
+        return real(live, budget, capacities)
 
     monkeypatch.setattr(exact, "allocate", allocate)
     for seed in range(200):
@@ -197,6 +200,158 @@ def test_safe_drafting_is_exact(rule):
     for seed in range(2):
         e = experiment(seed, "logit_q_max", 2, 2, 2)
         assert leak(dataclasses.replace(e, policy=safe_drafting(staircase(seed, 6), rule))) < EXACT
+
+
+# Where confidence comes from, and how drafts are made: every source under every policy that may use it
+
+
+def largest(k, before, q, x):
+    """q_max without a fit."""
+    return max(q)
+
+
+@cache
+def state(k, before, q):
+    """A number that depends on everything that makes q_k."""
+    return float(np.random.default_rng((7, k, *before, int(1e6 * q[0]))).uniform(0.2, 1))
+
+
+def head(k, before, q, x):
+    return state(k, before, tuple(q))
+
+
+def leaking_head(k, before, q, x):
+    """The same head, one position late: it reads the state behind x_k."""
+    return head(k, (*before, x), q, x)
+
+
+def source(confidence, seed: int = 0, **changes) -> Experiment:
+    """Two requests, two drafts, two steps; `changes` are fields of the requests."""
+    requests = [dataclasses.replace(toy(10 * seed + r, 2, confidence), **changes) for r in range(2)]
+    return Experiment(requests, 2, fixed_budget(0), 2, profile_rate=0.5)
+
+
+def block_drafter(tokens: exact.Tokens) -> tuple[float, ...]:
+    """q of a parallel drafter: where the block starts, how many masks follow."""
+    return tuple(np.random.default_rng((4, *(t + 1 for t in tokens))).dirichlet(2 * np.ones(2)))
+
+
+STOPPING = {"threshold": threshold_policy(0.72), "stop_head": stop_policy(0.55)}
+PARALLEL = [{}, {"parallel": True, "drafter": block_drafter}]
+CONVEX = costs(1.0, 1.1, 1.5, 1.95, 2.5, 3.2)
+POLICIES = {**STOPPING, **{rule: budget_policy(CONVEX, rule) for rule in SAFE_RULES}}
+
+
+@pytest.mark.parametrize("drafts", PARALLEL, ids=["token by token", "parallel"])
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("confidence", [largest, head])
+def test_sources_are_exact(confidence, name, drafts):
+    """q_max and head; q that depends on drafted tokens (eagle, mtp, dspark) and q that does not (dflash)."""
+    policy, decisions = watched(POLICIES[name])
+    assert leak(dataclasses.replace(source(confidence, **drafts), policy=policy)) < EXACT
+    assert len(decisions) > 1
+
+
+def test_a_parallel_drafter_reads_no_draft():
+    seen = set()
+
+    def drafter(tokens):
+        seen.add(tokens)
+        return (0.5, 0.5)
+
+    joint_law(dataclasses.replace(source(head, parallel=True, drafter=drafter), num_steps=1))
+    assert seen == {(), (exact.MASK,)}
+
+
+@pytest.mark.parametrize("name", STOPPING)
+def test_a_head_that_reads_the_drawn_token_leaks(name):
+    """It may stop the drafts after x_k, which stays verified, and no earlier."""
+    assert leak(dataclasses.replace(source(leaking_head), policy=STOPPING[name])) > 1e-2
+
+
+@pytest.mark.parametrize("rule", ["lookahead", "early_stop"])
+def test_a_head_that_reads_the_drawn_token_leaks_through_budgets(rule):
+    assert leak(dataclasses.replace(source(leaking_head), policy=budget_policy(CONVEX, rule))) > 1e-3
+
+
+@pytest.mark.parametrize("confidence", [leaking_head, feature_confidence("logit_q_sampled", intercepts=[0.8])])
+def test_a_rule_that_has_seen_the_token_may_stop_after_it(confidence):
+    for at_least in (0.6, 0.75):
+        policy, decisions = watched(threshold_policy(at_least, stop_after=True))
+        assert leak(dataclasses.replace(source(confidence), policy=policy)) < EXACT
+        assert len(decisions) > 1
+    assert leak(dataclasses.replace(source(confidence), policy=threshold_policy(0.75))) > 1e-3
+
+
+# Drafts that run out: an n-gram's text ends, which the tokens before the block settle; or an end that x_k itself brings
+
+
+def text_ends(tokens):
+    """None after an even number of tokens (the request is at 0, or has emitted 2), one draft after 1 or 3."""
+    return len(tokens) % 2 == 0
+
+
+def draft_ends(tokens):
+    """Nothing behind token 0."""
+    return tokens[-1:] == (0,)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("ends", [text_ends, draft_ends])
+def test_drafts_that_run_out_are_exact(ends, name):
+    """An empty slot counts as survival 0, and never changes how many slots there are."""
+    e = source(head)
+    requests = [dataclasses.replace(e.requests[0], ends=ends), e.requests[1]]
+    policy, decisions = watched(POLICIES[name])
+    assert leak(dataclasses.replace(e, requests=requests, policy=policy)) < EXACT
+    assert len(decisions) > 1
+
+
+def test_copied_drafts_are_exact():
+    """One-hot q, as prompt lookup has it: the draft is the last token again."""
+    copy = lambda tokens: (0.0, 1.0) if tokens[-1:] == (1,) else (1.0, 0.0)  # noqa: E731
+    for name in POLICIES:
+        assert leak(dataclasses.replace(source(head, drafter=copy, ends=text_ends), policy=POLICIES[name])) < EXACT
+
+
+def test_a_budget_that_counts_the_drafts_found_leaks():
+    """Half of the slots that are there: how many there are tells which token x_1 is."""
+    half = lambda seen: exact.allocate(seen.survival, sum(seen.drafted) // 2, seen.drafted).tolist()  # noqa: E731
+    assert leak(dataclasses.replace(source(head, ends=draft_ends), policy=half)) > 1e-3
+    assert leak(dataclasses.replace(source(head), policy=half)) < EXACT
+
+
+# How deep to draft
+
+
+def depths(read_from):
+    """`drafting_to` the depth that this survival table recommends, and the depths it will have chosen after a step."""
+    table = exact.CostTable(np.tile([0.0, 0.3, 0.4], (7, 1)), costs(*(1 + 0.3 * np.arange(6))).verify_ms)
+    chosen = set()
+
+    def depth(seen):
+        d = depth_worth(table, getattr(seen, read_from))
+        if seen.profile is not None:
+            chosen.add(d)
+        return d
+
+    return drafting_to(depth, budget_policy(table)), chosen
+
+
+def test_a_depth_from_the_step_before_is_exact():
+    """Two steps; what the first one's survivals are worth says how deep the second drafts, from 0 to 2."""
+    ever, varied = set(), 0
+    for seed in range(4):
+        policy, chosen = depths("previous")
+        assert leak(dataclasses.replace(source(head, seed), policy=policy)) < EXACT
+        varied += len(chosen) > 1
+        ever |= chosen
+    assert varied > 1 and ever == {0, 1, 2}
+
+
+def test_a_depth_from_live_survivals_leaks():
+    policy, _ = depths("survival")
+    assert leak(dataclasses.replace(source(head), policy=policy)) > 1e-2
 
 
 # What leaks

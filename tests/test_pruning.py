@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from avref.cost_table import CostTable
+from avref.evidence.synthetic import acceptance_log_odds, simulate_rules
 from avref.pruning import StaleSurvival, SurvivalProfile, allocate, choose_budget, survival
 
 RULES = ("argmax", "early_stop", "lookahead")
@@ -304,9 +305,8 @@ def test_stale_forgets_finished_requests_and_position_never_drafted_counts_as_on
         stale.gather([1], [3])
 
 
-# Whole policies, simulated: tokens per second against the best fixed K in hindsight, with true confidences, K = 7.
-# The law: log-odds of acceptance = centre + 2 z_request + 2.3 z_position, both fresh in every step, the centre set so
-# that the mean acceptance is as stated. It is ours; it was picked to agree with the published B300 rows.
+# Whole policies, simulated: tokens per second against the best fixed K in hindsight, with true confidences, K = 7. The
+# law of the drafts is in avref/evidence/synthetic.py.
 
 B300_VERIFY = [  # tokens, ms: a published startup profile (DeepSeek-V4-Flash, four B300), first 128 tokens
     (1, 5.11), (2, 5.16), (4, 5.12), (8, 5.35), (16, 5.59), (24, 6.08), (32, 6.26), (40, 6.83), (48, 6.94), (56, 7.13),
@@ -318,31 +318,7 @@ CPU_DRAFT = [(1, 8), (16, 8)]
 
 
 def simulate(costs: CostTable, num_requests: int, mean: float, steps: int) -> dict[str, float]:
-    rng = np.random.default_rng(0)
-    spread, sample = np.hypot(2.0, 2.3), rng.standard_normal(100_000)
-    low, high = -20.0, 20.0
-    for _ in range(40):
-        centre = (low + high) / 2
-        low, high = (centre, high) if (1 / (1 + np.exp(-centre - spread * sample))).mean() < mean else (low, centre)
-    shape = (steps, num_requests, 7)
-    z = centre + 2.0 * rng.standard_normal((*shape[:2], 1)) + 2.3 * rng.standard_normal(shape)
-    S = np.cumprod(1 / (1 + np.exp(-z)), axis=-1)
-    fixed = max(
-        (num_requests + S[:, :, :k].sum((1, 2)).mean()) / costs.step_ms(num_requests, num_requests * (1 + k))
-        for k in range(8)
-    )
-    totals = {name: np.zeros(2) for name in ("stale", "early_stop", "lookahead", "retrospective")}
-    profile, old = SurvivalProfile(), np.ones(shape[1:])
-    for live in S:
-        ranked = np.sort(live.ravel())[::-1]
-        for name, total in totals.items():
-            rule = "argmax" if name in ("stale", "retrospective") else name
-            seen = old if name == "stale" else live
-            budget = choose_budget(seen, costs, num_requests, rule, profile.predict(live.size))
-            total += num_requests + ranked[:budget].sum(), costs.step_ms(num_requests, num_requests + budget)
-        profile.update(live)
-        old = live
-    return {name: float(tokens / ms / fixed) for name, (tokens, ms) in totals.items()}
+    return simulate_rules(costs, acceptance_log_odds(num_requests, mean, num_steps=steps)).relative
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
 import torch
 
 from avref import LLM, SamplingParams
 from avref.drafters import weights
-from avref.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashModel
+from avref.drafters.dflash import DFlashDrafter, DFlashModel
+from avref.drafters.layers import DrafterConfig
+from avref.evidence import traces
 from avref.packed import Layout, PackedModel, plain_attention
+from avref.train import FAMILIES, evaluate, family
+from avref.train.blocks import Batch, Drafts, loss_and_overlap, make_batch, nucleus
 from avref.train.data import Recorder, Sequences, label, record
-from avref.train.dflash import block_states, from_target, loss_and_overlap, make_batch, nucleus
-from avref.train.evaluate import overlap_by_position
-from avref.train.loop import Settings, learning_rate, train
-from tests import tiny
+from avref.train.dflash import block_states, forward, start
+from avref.train.loop import Settings, train
 
 LAYERS = (1, 2)
 SMALL = Settings(
@@ -28,23 +33,36 @@ SMALL = Settings(
     steps=12,
     checkpoint_every=4,
 )
+DFLASH = family("dflash")
+PROMPTS = [[3 + i % 40, 5, 7 + i % 11] for i in range(24)]
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def target():
+def target() -> Any:
     return tiny.llama().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
-def data(target) -> Sequences:
+def data(target: Any) -> Sequences:
     llm = LLM(target, max_num_seqs=4, max_model_len=64)
-    prompts = [[3 + i % 40, 5, 7 + i % 11] for i in range(24)]
     llm.prompt_ids = lambda texts: texts  # token ids: the tiny target has no tokenizer
-    params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=24, ignore_eos=True)
-    return Sequences([record(llm, Recorder(LAYERS), prompts, params)])
+    return Sequences([record(llm, Recorder(LAYERS), PROMPTS, SAMPLED)])
 
 
-def test_recorded_states_are_the_plain_models(target, data):
+def untrained(target: Any, size: int = 40, **changes: Any) -> DFlashModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return start(target, replace(SMALL, **changes), torch.arange(size)).eval()
+
+
+def batch_of(hidden: torch.Tensor, ids: torch.Tensor, anchors: torch.Tensor, depth: int) -> Batch:
+    """A batch for forwards only: no labels."""
+    shape = (*anchors.shape, depth)
+    return Batch(hidden, ids, anchors, torch.ones(shape, dtype=torch.bool), torch.zeros(*shape, 1), torch.zeros(1))
+
+
+def test_recorded_states_are_the_plain_models(target: Any, data: Sequences) -> None:
     """Hidden states and labels of a sequence that shared its batch equal a plain forward over it alone."""
     for i in (0, 7, 23):
         with plain_attention(target), torch.inference_mode():
@@ -56,7 +74,7 @@ def test_recorded_states_are_the_plain_models(target, data):
         assert agree > 0.9
 
 
-def test_label_gives_log_probabilities_in_order(target):
+def test_label_gives_log_probabilities_in_order(target: Any) -> None:
     states = torch.randn(5, 32)
     top_ids, logs = label(target, states, count=10)
     expected = torch.log_softmax(target.lm_head(states), -1)
@@ -64,80 +82,103 @@ def test_label_gives_log_probabilities_in_order(target):
     assert (logs[:, :-1] >= logs[:, 1:]).all()
 
 
-def test_training_blocks_equal_the_drafters_proposals(target):
+def test_training_blocks_equal_the_drafters_proposals(target: Any) -> None:
     """`block_states` on a whole sequence gives, at every anchor, the logits that the engine's drafter proposes from."""
-    model = from_target(target, LAYERS, 2, 32, 4, torch.arange(40)).eval()
+    model = untrained(target, num_layers=2)
     ids = torch.randint(3, 50, (20,), generator=torch.Generator().manual_seed(0))
     packed = PackedModel(target, 1, 64)
     drafter = DFlashDrafter(model, target, 1, 64)
-    _, hidden = packed.forward(ids[:10], Layout([0], [10]), None, LAYERS)
     with torch.inference_mode():
+        _, hidden = packed.forward(ids[:10], Layout([0], [10]), None, LAYERS)
         drafter.enter(Layout([0], [10]), [ids[:10].tolist()], hidden)
         states = [hidden]
         for position in range(10, 15):
-            proposal = drafter.propose(
-                [position], ids[position : position + 1], 4, torch.ones(1), torch.full((1, 4), 0.5), False
-            )
-            anchors = torch.tensor([[position]])
-            blocks = block_states(
-                model, target.get_input_embeddings(), torch.cat(states)[None], ids[anchors], anchors, 4
-            )
+            pending = ids[position : position + 1]
+            proposal = drafter.propose([position], pending, 4, torch.ones(1), torch.full((1, 4), 0.5), False)
+            batch = batch_of(torch.cat(states)[None], ids[None], torch.tensor([[position]]), 4)
+            blocks = block_states(model, target.get_input_embeddings(), batch, 4)
             assert torch.allclose(blocks[0, 0] @ drafter.head.T, proposal.logits[0], atol=1e-4)
             layout = Layout([position], [1])  # the pending token is processed; what the block wrote is overwritten
-            _, one = packed.forward(ids[position : position + 1], layout, None, LAYERS)
-            drafter.extend(layout, [[int(ids[position])]], one, [1])
+            _, one = packed.forward(pending, layout, None, LAYERS)
+            drafter.extend(layout, [pending.tolist()], one, [1])
             states.append(one)
 
 
-def test_first_drafts_do_not_depend_on_the_depth(target):
-    model = from_target(target, LAYERS, 1, 32, 4, torch.arange(40)).eval()
-    hidden, anchors = torch.randn(1, 9, 64), torch.tensor([[5]])
+def test_first_drafts_do_not_depend_on_the_depth(target: Any) -> None:
+    batch = batch_of(torch.randn(1, 9, 64), torch.full((1, 10), 7), torch.tensor([[5]]), 4)
     with torch.inference_mode():
-        deep, shallow = (
-            block_states(model, target.get_input_embeddings(), hidden, torch.tensor([[7]]), anchors, d) for d in (4, 2)
-        )
+        deep, shallow = (block_states(untrained(target), target.get_input_embeddings(), batch, d) for d in (4, 2))
     assert torch.allclose(deep[:, :, :2], shallow, atol=1e-5)
 
 
-def test_nucleus_keeps_what_reaches_top_p():
+def test_nucleus_keeps_what_reaches_top_p() -> None:
     p = nucleus(torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), 0.75)
     assert torch.allclose(p, torch.tensor([0.625, 0.375, 0.0, 0.0]))
 
 
-def test_overlap_counts_tokens_the_drafter_lacks_as_lost(target, data):
-    """With a draft vocabulary of everything, the loss's overlap is sum(min(p, q)); without a token its mass is lost."""
-    to_draft = torch.arange(50)
-    model = from_target(target, LAYERS, 1, 32, 4, torch.arange(50)).eval()
-    batch = make_batch(data, [0, 1], 6, 4, to_draft, torch.Generator().manual_seed(0))
-    _, whole = loss_and_overlap(model, target.get_input_embeddings(), target.lm_head.weight, batch, 4, 1.0)
-    batch.top_ids[:] = -1
-    _, none = loss_and_overlap(model, target.get_input_embeddings(), target.lm_head.weight, batch, 4, 1.0)
-    assert (whole > 0).all()
-    assert (none == 0).all()
+def test_overlap_of_known_laws() -> None:
+    """One slot, p = (.5, .3, .2), q = (.2, .6, .2): overlap .2 + .3 + .2; a token that the drafter lacks is lost."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.6, 0.2])
+    drafts = Drafts(q.log().view(1, 1, 1, 3), torch.zeros(1, 1, 1))
+    batch = Batch(
+        torch.zeros(1, 1, 1),
+        torch.zeros(1, 2, dtype=torch.long),
+        torch.zeros(1, 1, dtype=torch.long),
+        torch.ones(1, 1, 1, dtype=torch.bool),
+        torch.arange(3).view(1, 1, 1, 3),
+        p.log().view(1, 1, 1, 3),
+    )
+    loss, overlap = loss_and_overlap(drafts, batch, 1.0)
+    assert overlap.tolist() == pytest.approx([0.7])
+    stop = torch.log(torch.tensor(2.0))  # cross-entropy of a stop head at even odds, whatever the label
+    assert float(loss) == pytest.approx(float(0.5 * -(p * q.log()).sum() + 0.3 + stop))
+    batch.top_ids[..., 1] = -1
+    assert loss_and_overlap(drafts, batch, 1.0)[1].tolist() == pytest.approx([0.4])
+    cut = loss_and_overlap(drafts, batch, 0.45)[1]  # top-p .45 keeps the first token alone: min(1, .2)
+    assert cut.tolist() == pytest.approx([0.2])
 
 
-def test_training_lowers_the_loss_and_resumes_exactly(target, data, tmp_path: Path):
-    whole = train(target, data, tmp_path / "whole", SMALL, validation=4)
-    first = {**vars(SMALL), "steps": 8}
-    schedule = learning_rate
-    train(target, data, tmp_path / "parts", Settings(**first), validation=4)
-    assert schedule is learning_rate
-    resumed = train(target, data, tmp_path / "parts", SMALL, validation=4)
-    again = train(target, data, tmp_path / "parts", SMALL, validation=4)  # nothing left to do
+def test_batches_hold_the_recorded_tokens(data: Sequences) -> None:
+    """Slot k of a block at anchor a is labelled by what the target said after token a + k, where the answer goes on."""
+    batch = make_batch(data, [3, 5], 6, 4, torch.arange(50), torch.Generator().manual_seed(1))
+    for b, i in enumerate((3, 5)):
+        length = len(data.hidden[i])
+        for m, anchor in enumerate(batch.anchors[b].tolist()):
+            assert data.prompt_lengths[i] <= anchor < length
+            assert batch.tokens(2)[b, m].tolist()[: length - anchor] == data.ids[i][anchor : anchor + 2].tolist()
+            for k in range(4):
+                assert bool(batch.valid[b, m, k]) == (anchor + k < length)
+                if anchor + k < length:
+                    assert torch.equal(batch.top_ids[b, m, k], data.top_ids[i][anchor + k].long())
+
+
+def test_training_lowers_the_loss_and_resumes_exactly(target: Any, data: Sequences, tmp_path: Path) -> None:
+    train(DFLASH, target, data, tmp_path, replace(SMALL, steps=8), validation=4)
+    resumed = train(DFLASH, target, data, tmp_path, SMALL, validation=4)
+    again = train(DFLASH, target, data, tmp_path, SMALL, validation=4)  # nothing left to do
     for a, b in zip(resumed.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert (tmp_path / "whole" / "curve.json").is_file()
-    assert [p.shape for p in whole.parameters()] == [p.shape for p in resumed.parameters()]
+    batch = make_batch(data, range(8), 8, 4, torch.arange(50), torch.Generator().manual_seed(0))
+    whole = replace(SMALL, vocab_size=50, learning_rate=3e-3, warmup=2, steps=40)
+    trained = train(DFLASH, target, data, tmp_path / "all", whole, validation=4)
+    losses = []
+    for model in (untrained(target, 50), trained):
+        with torch.inference_mode():
+            drafts = forward(model, target.get_input_embeddings(), target.lm_head.weight, batch, 4)
+        losses.append(float(loss_and_overlap(drafts, batch, 0.95)[0]))
+    assert losses[1] < losses[0] - 0.05
 
 
-def test_resuming_in_the_middle_equals_an_uninterrupted_run(target, data, tmp_path: Path, monkeypatch):
+def test_resuming_in_the_middle_equals_an_uninterrupted_run(
+    target: Any, data: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed between two checkpoints, a run continues from the last one and ends with the same weights."""
     from avref.train import loop
 
-    whole = train(target, data, tmp_path / "whole", SMALL, validation=4)
+    whole = train(DFLASH, target, data, tmp_path / "whole", SMALL, validation=4)
     real, calls = loop.loss_and_overlap, []
 
-    def dies(*arguments):
+    def dies(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) == 8:
             raise KeyboardInterrupt
@@ -145,41 +186,32 @@ def test_resuming_in_the_middle_equals_an_uninterrupted_run(target, data, tmp_pa
 
     monkeypatch.setattr(loop, "loss_and_overlap", dies)
     with pytest.raises(KeyboardInterrupt):
-        train(target, data, tmp_path / "parts", SMALL, validation=4)
+        train(DFLASH, target, data, tmp_path / "parts", SMALL, validation=4)
     monkeypatch.setattr(loop, "loss_and_overlap", real)
-    parts = train(target, data, tmp_path / "parts", SMALL, validation=4)
+    parts = train(DFLASH, target, data, tmp_path / "parts", SMALL, validation=4)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_short_training_raises_the_overlap(target, data, tmp_path: Path):
-    settings = Settings(**{**vars(SMALL), "steps": 250, "learning_rate": 3e-3, "checkpoint_every": 250, "warmup": 10})
-    before = from_target(target, LAYERS, 1, 32, 4, torch.arange(40))
-    after = train(target, data, tmp_path, settings, validation=4)
-    start, end = (overlap_by_position(m.eval(), target, data, 0.95)[0] for m in (before, after))
-    assert end[0] > start[0] + 0.05
+def test_a_short_training_raises_the_overlap(target: Any, data: Sequences, tmp_path: Path) -> None:
+    settings = replace(SMALL, steps=120, learning_rate=3e-3, checkpoint_every=120, warmup=10)
+    after = train(DFLASH, target, data, tmp_path, settings, validation=4).eval()
+    overlaps = []
+    for model in (untrained(target), after):
+        llm = LLM(
+            target,
+            {"method": "dflash", "model": model, "num_speculative_tokens": 4},
+            max_num_seqs=8,
+            max_model_len=64,
+        )
+        fresh = {"fresh": [[4 + i, 6, 2] for i in range(24)]}
+        overlaps.append(traces.overlap_by_position(traces.record(llm, fresh, SAMPLED))[0])
+    assert overlaps[1][0] > overlaps[0][0] + 0.05
 
 
-def test_overlap_of_a_perfect_drafter_is_one(target, data, monkeypatch):
-    """Where q equals p everywhere the overlap is 1 at every position, whatever was sampled."""
-    from avref.train import evaluate
-
-    model = from_target(target, LAYERS, 1, 32, 4, torch.arange(50))
-    width = 32
-
-    def perfect(model, embedding, hidden, pending, anchors, depth):
-        place = anchors[0][:, None] + torch.arange(depth)
-        return hidden[0, place, -width:][None]  # the target's own final states
-
-    monkeypatch.setattr(evaluate, "block_states", perfect)
-    overlap, weight = overlap_by_position(model, target, data, 1.0)
-    assert torch.allclose(overlap, torch.ones(4, dtype=torch.float64), atol=1e-5)
-    assert (weight == weight[0]).all()
-
-
-def test_saved_weights_load_and_damaged_ones_are_refused(target, tmp_path: Path):
-    model = from_target(target, LAYERS, 1, 32, 4, torch.arange(40))
+def test_saved_weights_load_and_damaged_ones_are_refused(target: Any, tmp_path: Path) -> None:
+    model = untrained(target)
     weights.save(model, tmp_path / "d", "dflash", "tiny")
     config = {"method": "dflash", "model": str(tmp_path / "d"), "num_speculative_tokens": 4}
     llm = LLM(target, config, max_num_seqs=2, max_model_len=64)
@@ -189,4 +221,22 @@ def test_saved_weights_load_and_damaged_ones_are_refused(target, tmp_path: Path)
     path = tmp_path / "d" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(RuntimeError, match="damaged"):
-        weights.load(llm.config, llm, DFlashConfig, DFlashModel)
+        weights.load(llm.config, llm, DrafterConfig, DFlashModel)
+
+
+def test_unknown_families_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'ngram'.*dflash"):
+        family("ngram")
+    assert "dflash" in FAMILIES
+
+
+def test_held_out_overlap_has_a_row_per_workload(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target drafting for itself overlaps fully, on every workload and at every position."""
+    monkeypatch.setattr(evaluate.workloads, "load", lambda name, num: [[5 + len(name), 9, 4 + i] for i in range(num)])
+    llm = LLM(target, max_num_seqs=8, max_model_len=64)
+    rows = evaluate.held_out_overlap(
+        llm, "draft_model", target, num_speculative_tokens=3, per_workload=4, max_tokens=12, top_p=1.0
+    )
+    assert set(rows) == {"all", *evaluate.workloads.NAMES}
+    for row in rows.values():
+        assert row == pytest.approx([1.0, 1.0, 1.0], abs=2e-3)

@@ -103,8 +103,8 @@ def test_settings_that_cannot_be_simulated_are_refused(bad):
 
 def test_every_policy_has_a_colour_of_its_own():
     assert set(plots.POLICY_COLORS) == {
-        "none", "fixed-1", "fixed-3", "fixed-7", "adaptive-7", "stale", "early_stop", "lookahead", "newton",
-        "self_concordant",
+        "none", "fixed-1", "fixed-3", "fixed-7", "adaptive-7", "stale", "early_stop", "lookahead", "retrospective",
+        "newton", "self_concordant",
     }  # fmt: skip
     rgb = [tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in plots.POLICY_COLORS.values()]
     for first, second in itertools.combinations(rgb, 2):

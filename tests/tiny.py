@@ -26,7 +26,8 @@ from transformers import (
 from avref.cost_table import CostTable
 from avref.drafters.dflash import DFlashModel
 from avref.packed import plain_attention
-from avref.train.dflash import from_target
+from avref.train.dflash import start
+from avref.train.loop import Settings
 
 EOS = 2
 VOCAB = 50
@@ -129,10 +130,11 @@ def dflash(target: Any, block: int = 8, vocab_ids: Sequence[int] | None = None, 
     """A drafter that starts from the last layer of a Llama, over all ids or some of them."""
     size = target.get_output_embeddings().weight.shape[0]
     ids = torch.tensor(range(size) if vocab_ids is None else vocab_ids)
-    layers = target.config.num_hidden_layers
+    last = target.config.num_hidden_layers
+    settings = Settings(depth=block, target_layers=(last - 1, last), num_layers=1, intermediate_size=16)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return from_target(target, (layers - 1, layers), 1, 16, block, ids)
+        return start(target, settings, ids)
 
 
 @torch.inference_mode()

@@ -44,7 +44,8 @@ class Drafter(Protocol):
     """What the engine asks of a drafter.
 
     Cache rows are the engine's: running request r owns row r. `hidden_layers` names the target's hidden states that
-    `enter` and `extend` want.
+    `enter` and `extend` want. A class says what its proposals hold by attributes of these names, read when a
+    `confidence` is chosen: `has_logits` (True where absent), `has_confidence` and `has_stop_head` (False where absent).
     """
 
     hidden_layers: tuple[int, ...]

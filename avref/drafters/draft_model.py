@@ -3,24 +3,97 @@
 Its forwards are batched and packed like the target's. The draft cache follows the target's: tokens that the target
 kept stay, the rest is overwritten. After a full acceptance the last draft was never fed to the drafter, so it waits in
 `backlog` and enters together with the next pending token; a step that drafts nothing just makes the backlog longer.
+
+The LM is any Hugging Face one, or a `TinyLlama` that was trained for the target: it borrows the target's embedding and
+some rows of its head, and drafts a reduced vocabulary of V_d ids.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from avref import models
 from avref.config import SpeculativeConfig
+from avref.drafters import weights
 from avref.drafters.base import DraftProposal, Enough, draw
 from avref.packed import Layout, PackedModel, check_parity
 
 if TYPE_CHECKING:
     from avref.llm import LLM
+
+
+@dataclass
+class TinyLlamaConfig:
+    """Shape of a `TinyLlama`, in the words of transformers' `LlamaConfig`.
+
+    `vocab_size` is the target's; of it the model drafts `draft_vocab_size` ids.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    draft_vocab_size: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+    def llama(self) -> Any:
+        """The `LlamaConfig` of this shape, with a vocabulary of one: the target brings embedding and head."""
+        from transformers import LlamaConfig
+
+        numbers = asdict(self)
+        rope = {"rope_type": "default", "rope_theta": numbers.pop("rope_theta")}
+        del numbers["draft_vocab_size"]
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        return LlamaConfig(**{**numbers, **ends, "vocab_size": 1, "rope_parameters": rope, "tie_word_embeddings": True})
+
+
+class TinyLlama(nn.Module):
+    """The trained part of a draft model: layers and final norm of a Llama, under the names that Hugging Face uses."""
+
+    vocab_ids: Tensor  # [V_d] the target's ids of the draft vocabulary, sorted
+
+    def __init__(self, config: TinyLlamaConfig) -> None:
+        from transformers import LlamaModel
+
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config.llama())
+        self.model.embed_tokens = None
+        self.register_buffer("vocab_ids", torch.arange(config.draft_vocab_size))
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        """Token embeddings [B, L, D] -> final states [B, L, D]; causal, from position 0 on."""
+        return cast(Tensor, self.model(inputs_embeds=embedded, use_cache=False).last_hidden_state)
+
+    def on(self, target: Any) -> Any:
+        """A `LlamaForCausalLM` of these layers on the target's own embedding.
+
+        Its head has the target's rows of the draft vocabulary; the result's `draft_vocab_ids` [V_d] name them.
+        """
+        from transformers import AutoModelForCausalLM
+
+        head = target.get_output_embeddings()
+        # made in the target's dtype rather than cast: a cast would round the rotary frequencies too
+        llama = AutoModelForCausalLM.from_config(self.config.llama(), dtype=head.weight.dtype).to(head.weight.device)
+        llama.model.load_state_dict(self.model.state_dict(), strict=False)  # all but the embedding
+        llama.set_input_embeddings(target.get_input_embeddings())
+        ids = self.vocab_ids.to(head.weight.device)
+        rows = nn.Linear(head.weight.shape[1], len(ids), bias=False, device="meta")
+        rows.weight = nn.Parameter(head.weight.detach()[ids], requires_grad=False)
+        llama.set_output_embeddings(rows)
+        llama.config.vocab_size, llama.draft_vocab_ids = len(ids), ids
+        return llama.eval()
 
 
 class DraftModel:
@@ -34,6 +107,7 @@ class DraftModel:
         self.max_length = min(max_length, limit)
         self.model = PackedModel(model, max_rows, self.max_length)
         self.vocabulary = min(target_vocabulary, model.get_output_embeddings().weight.shape[0])
+        self.vocab_ids: Tensor | None = getattr(model, "draft_vocab_ids", None)  # [V_d], None: the target's own ids
         self.last_id = model.get_input_embeddings().weight.shape[0] - 1
         self.cached = [0] * max_rows  # tokens of each row in the draft cache
         self.backlog: list[list[int]] = [[] for _ in range(max_rows)]  # final tokens that are not
@@ -41,13 +115,15 @@ class DraftModel:
 
     @classmethod
     def load(cls, config: SpeculativeConfig, llm: LLM, max_rows: int) -> DraftModel:
-        if config.model is None:
+        model = config.model
+        if model is None and not (llm.name == models.DEFAULT_TARGET and weights.shipped("draft_model").is_dir()):
             raise ValueError(
                 "method 'draft_model' needs speculative_config['model']: "
                 "a local folder or a hub id of a smaller model with the target's tokenizer"
             )
-        model = config.model
-        if isinstance(model, torch.nn.Module):
+        if model is None or isinstance(model, TinyLlama) or weights.is_drafter(model):
+            model = cls._trained(config, llm)
+        elif isinstance(model, nn.Module):
             model = model.eval()
         else:
             if llm.tokenizer is not None:
@@ -55,6 +131,22 @@ class DraftModel:
             model = models.load_model(model, llm.device, llm.dtype)
         check_parity(model)
         return cls(model, max_rows, llm.max_model_len, llm.vocab_size)
+
+    @staticmethod
+    def _trained(config: SpeculativeConfig, llm: LLM) -> Any:
+        tiny = config.model
+        if not isinstance(tiny, TinyLlama):
+            tiny = weights.load(config, llm, TinyLlamaConfig, TinyLlama)
+        weights.check_vocab_ids(tiny.vocab_ids, tiny.config.vocab_size, "draft_model")
+        made_for = (tiny.config.hidden_size, tiny.config.vocab_size)
+        have = (llm.model.config.get_text_config().hidden_size, llm.vocab_size)
+        if made_for != have:
+            raise ValueError(
+                f"this draft_model drafter was trained for a target of width {made_for[0]} with {made_for[1]} token "
+                f"ids, {llm.name} has width {have[0]} and {have[1]} ids; train one for it: "
+                "python -m avref train draft_model"
+            )
+        return tiny.on(llm.model)
 
     def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
         chunks = [ids[: self.max_length] for ids in tokens]
@@ -104,7 +196,7 @@ class DraftModel:
             if k == 0:
                 packed = self._packed(chunks)
             else:
-                packed = ids[-1] if forced is None else forced[:, k - 1].clamp(max=self.last_id)
+                packed = (self._target_ids(ids[-1]) if forced is None else forced[:, k - 1]).clamp(max=self.last_id)
             layout = Layout(starts, [len(c) for c in chunks] if k == 0 else [1] * rows, self.model.device)
             out, _ = self.model.forward(packed, layout, layout.last)  # [R, V_d]
             out = out[:, : self.vocabulary].float()
@@ -120,9 +212,13 @@ class DraftModel:
             if alive[r]:
                 self.cached[r] += len(self.backlog[r])
                 self.backlog[r], self.fed[r] = [], len(ids)
-        tokens = torch.stack(ids, dim=1)  # [R, depth], fewer when `enough` ended it
+        draft_ids = torch.stack(ids, dim=1)  # [R, depth], fewer when `enough` ended it
         q_all = None if greedy else torch.stack([q for q in qs if q is not None], dim=1)
-        return DraftProposal(tokens, tokens, torch.stack(logits, dim=1), q_all, torch.stack(drawn, dim=1))
+        tokens, vocab_ids = self._target_ids(draft_ids), self.vocab_ids
+        return DraftProposal(tokens, draft_ids, torch.stack(logits, dim=1), q_all, torch.stack(drawn, dim=1), vocab_ids)
+
+    def _target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
 
     def _packed(self, chunks: Sequence[Sequence[int]]) -> Tensor:
         ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=self.model.device)

@@ -96,12 +96,11 @@ class EagleDrafter(TrainedDrafter):
         enough: Enough | None = None,
     ) -> DraftProposal:
         rows, token, state = len(lengths), pending, self.newest[: len(lengths)]
-        chain: list[Tensor] = []  # the entries of this block so far, [R, D] each
         columns: list[tuple[Tensor, ...]] = []  # per position: ids, logits, q of the drawn id, log-odds of stopping
         q_columns: list[Tensor] = []
         for k in range(depth):
             layout = Layout([n + k for n in lengths], [1] * rows, pending.device)
-            own = self.step(layout, self.embedding(token), state, chain)  # [R, D]
+            own = self.step(k, layout, self.embedding(token), state)  # [R, D]
             final = self.model.norm(own)
             logits, stop = F.linear(final, self.head).float(), self.model.stop_head(final).float()
             ids, q, drawn = draw(logits, temperature, uniforms[:, k], greedy)
@@ -116,11 +115,10 @@ class EagleDrafter(TrainedDrafter):
         q = torch.stack(q_columns, dim=1) if q_columns else None
         return DraftProposal(self.vocab_ids[ids], ids, logits, q, drawn, self.vocab_ids, stop=stop)
 
-    def step(self, layout: Layout, embedded: Tensor, state: Tensor, chain: list[Tensor]) -> Tensor:
-        """The own state [R, D] behind one more token per row; its entry is added to `chain`."""
+    def step(self, k: int, layout: Layout, embedded: Tensor, state: Tensor) -> Tensor:
+        """The own state [R, D] of draft position k, from the token there and the state in front of it [R, D] each."""
         (layer,), c = self.model.decoder_layers, self.model.config
-        x = self.model.joined(embedded, state)  # [R, D]
+        x = self.model.joined(embedded, state)
         cos, sin = rotary(layout.position, c.head_dim, c.rope_theta)
         keys, values = self.cache.update(0, layout, *layer.keys_values(x, cos, sin))
-        chain.append(x)
         return cast(Tensor, layer.finish(x, attend(layer.queries(x, cos, sin), keys, values, layout)))

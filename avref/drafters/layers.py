@@ -69,6 +69,7 @@ class DecoderLayer(nn.Module):
         self.gate_up = nn.Linear(d, 2 * c.intermediate_size, bias=False)
         self.down = nn.Linear(c.intermediate_size, d, bias=False)
         self.head_dim, self.num_heads, self.num_kv_heads = h, c.num_heads, c.num_kv_heads
+        self.drop = nn.Dropout(0.0)  # training sets its rate
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [..., D] -> keys (rotated) and values [..., H_kv, head_dim]."""
@@ -82,9 +83,9 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual connections and MLP behind the attention output [..., H, head_dim]."""
-        x = x + self.o_proj(attended.flatten(-2))
+        x = x + self.drop(self.o_proj(attended.flatten(-2)))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return cast(Tensor, x + self.drop(self.down(F.silu(gate) * up)))
 
 
 class StopHead(nn.Module):
@@ -120,6 +121,7 @@ class DrafterModel(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.num_layers))
         self.norm = nn.RMSNorm(c.hidden_size, c.eps)
         self.stop_head = StopHead(c.hidden_size)
+        self.drop = nn.Dropout(0.0)  # training sets its rate
         self.register_buffer("vocab_ids", torch.zeros(c.vocab_size, dtype=torch.long))
 
     @property
@@ -131,7 +133,7 @@ class DrafterModel(nn.Module):
         """Target states [..., n D] -> one context vector per token [..., D]."""
         parts = hidden.unflatten(-1, (len(self.config.target_layers), self.config.hidden_size))
         parts = F.rms_norm(parts, parts.shape[-1:], eps=self.config.eps)  # layers differ tenfold in scale
-        return cast(Tensor, self.fuse_norm(self.fuse(parts.flatten(-2))))
+        return cast(Tensor, self.fuse_norm(self.fuse(self.drop(parts.flatten(-2)))))
 
     def joined(self, embedding: Tensor, state: Tensor) -> Tensor:
         """A token's embedding [..., D] and the state before it [..., D] -> one input vector [..., D]."""
@@ -147,6 +149,7 @@ class TrainedDrafter:
     method: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     model_class: ClassVar[type[DrafterModel]]
+    has_stop_head: ClassVar[bool] = True
     model: Any
 
     def __init__(self, model: DrafterModel, target: Any, max_rows: int, max_length: int) -> None:
@@ -184,16 +187,12 @@ class TrainedDrafter:
                 f"this {cls.method} drafter was trained for a target of width {trained.hidden_size}, {llm.name} has "
                 f"{width}; {again}"
             )
-        if len(model.vocab_ids.unique()) < len(model.vocab_ids) or int(model.vocab_ids.min()) < 0:
+        weights.check_vocab_ids(model.vocab_ids, llm.vocab_size, cls.method)
+        deepest = llm.model.config.get_text_config().num_hidden_layers
+        if not 0 <= min(trained.target_layers) <= max(trained.target_layers) <= deepest:
             raise ValueError(
-                f"this {cls.method} drafter's vocab_ids hold a token twice or a negative id; fetch or train it again"
-            )
-        deepest, last_id = llm.model.config.get_text_config().num_hidden_layers, int(model.vocab_ids.max())
-        if not 0 <= min(trained.target_layers) <= max(trained.target_layers) <= deepest or last_id >= llm.vocab_size:
-            raise ValueError(
-                f"this drafter reads hidden states {', '.join(map(str, trained.target_layers))} and drafts up to "
-                f"token id {last_id}; {llm.name} has hidden states 0 to {deepest} and ids 0 to {llm.vocab_size - 1}; "
-                + again
+                f"this drafter reads hidden states {', '.join(map(str, trained.target_layers))}; {llm.name} has hidden "
+                f"states 0 to {deepest}; {again}"
             )
         return cls(model, llm.model, max_rows, llm.max_model_len)
 

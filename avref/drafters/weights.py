@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from avref.config import SpeculativeConfig
 from avref.models import DEFAULT_TARGET
@@ -21,6 +22,32 @@ if TYPE_CHECKING:
     from avref.llm import LLM
 
 SHIPPED = Path(__file__).parent.parent / "weights"
+
+
+def shipped(method: str) -> Path:
+    """Where the package keeps the drafter of a method for the default target."""
+    return SHIPPED / f"{method}-{DEFAULT_TARGET}"
+
+
+def is_drafter(folder: Any) -> bool:
+    """Whether a folder holds a drafter that `save` wrote: only then does its `config.json` name a method."""
+    try:
+        return "method" in json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, TypeError, ValueError):
+        return False
+
+
+def check_vocab_ids(vocab_ids: Tensor, vocab_size: int, method: str) -> None:
+    """Raise ValueError unless a draft vocabulary [V_d] holds different ids of the target's `vocab_size`."""
+    if len(vocab_ids.unique()) < len(vocab_ids) or int(vocab_ids.min()) < 0:
+        raise ValueError(
+            f"this {method} drafter's vocab_ids hold a token twice or a negative id; fetch or train it again"
+        )
+    if int(vocab_ids.max()) >= vocab_size:
+        raise ValueError(
+            f"this {method} drafter drafts up to token id {int(vocab_ids.max())}, the target has ids 0 to "
+            f"{vocab_size - 1}; train one for it: python -m avref train {method}"
+        )
 
 
 def save(model: Any, folder: Path, method: str, target: str) -> None:
@@ -42,12 +69,21 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
         raise ValueError(
             f"speculative_config['model'] is {type(config.model).__name__}; method {method!r} takes a folder or None"
         )
-    folder = Path(config.model) if config.model is not None else SHIPPED / f"{method}-{DEFAULT_TARGET}"
+    folder = Path(config.model) if config.model is not None else shipped(method)
     if config.model is None and llm.name != DEFAULT_TARGET:
         raise ValueError(
             f"no {method} drafter is shipped for {llm.name!r}, only for {DEFAULT_TARGET!r}; "
             f"pass speculative_config['model'] or train one: python -m avref train {method}"
         )
+    return read(folder, method, config_class, model_class)
+
+
+def read(folder: Path, method: str, config_class: type, model_class: type) -> Any:
+    """The drafter in a folder, in float32: `model_class(config_class(**numbers))` with the stored tensors.
+
+    Raises ValueError for a folder that holds no drafter, or one of another method; RuntimeError, which names the first
+    tensor that is wrong, for one that is damaged.
+    """
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(
@@ -56,10 +92,13 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
             )
     try:
         stored = dict(json.loads((folder / "config.json").read_bytes()))
-        if stored.pop("method", None) != method:
-            raise ValueError(f"{str(folder)!r} was not made for method {method!r}")
+        made_for = stored.pop("method", None)
+        if made_for != method:
+            instead = f"but for {made_for!r}" if made_for else "and its config.json names none"
+            raise ValueError(f"{str(folder)!r} was not made for method {method!r} {instead}")
         stored.pop("target", None)
-        stored["target_layers"] = tuple(stored["target_layers"])
+        if "target_layers" in stored:
+            stored["target_layers"] = tuple(stored["target_layers"])
         model = model_class(config_class(**stored))
         tensors = load_file(folder / "model.safetensors")
         model.load_state_dict({k: v.float() if v.is_floating_point() else v.long() for k, v in tensors.items()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class Drafts(NamedTuple):
     """What a family's network says on every slot of a batch."""
 
     logits: Tensor  # [B, M, K, V_d]
-    stop: Tensor  # [B, M, K] log-odds of the stop head
+    stop: Tensor | None  # [B, M, K] log-odds of the stop head; None for a family without one
     confidence: Tensor | None = None  # [B, M, K] log-odds of a confidence head
 
 
@@ -140,7 +140,7 @@ def shape_of(target: Any, settings: Settings, vocab_size: int) -> DrafterConfig:
     return DrafterConfig(
         t.hidden_size,
         t.num_attention_heads,
-        t.num_key_value_heads,
+        getattr(t, "num_key_value_heads", None) or t.num_attention_heads,
         getattr(t, "head_dim", None) or t.hidden_size // t.num_attention_heads,
         min(settings.intermediate_size, getattr(t, "intermediate_size", None) or settings.intermediate_size),
         settings.num_layers,
@@ -182,9 +182,14 @@ def start_from_target(model: DrafterModel, target: Any) -> None:
             ours.o_proj.weight.copy_(attention.o_proj.weight)
         ours.attention_norm.weight.copy_(theirs.input_layernorm.weight)
         ours.mlp_norm.weight.copy_(theirs.post_attention_layernorm.weight)
-        strength = mlp.down_proj.weight.norm(dim=0) * mlp.up_proj.weight.norm(dim=1) * mlp.gate_proj.weight.norm(dim=1)
-        keep = strength.topk(c.intermediate_size).indices
+        keep = strongest_neurons(mlp, c.intermediate_size)
         ours.gate_up.weight.copy_(torch.cat([mlp.gate_proj.weight[keep], mlp.up_proj.weight[keep]]))
         ours.down.weight.copy_(mlp.down_proj.weight[:, keep])
     if hasattr(body, "norm"):
         model.norm.weight.copy_(target.model.norm.weight)
+
+
+def strongest_neurons(mlp: Any, count: int) -> Tensor:
+    """Indices [count] of a Llama MLP's neurons with the largest product of their three weight norms."""
+    strength = mlp.down_proj.weight.norm(dim=0) * mlp.up_proj.weight.norm(dim=1) * mlp.gate_proj.weight.norm(dim=1)
+    return cast(Tensor, strength.topk(count).indices)

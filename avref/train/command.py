@@ -48,7 +48,8 @@ def run(
     data in `output/shards` serve every method. Raises ValueError for a method that no training is written for.
     """
     trained = family(method)
-    settings = replace(SETTINGS[method], init=init, **({} if steps is None else {"steps": steps}))
+    settings = replace(SETTINGS[method], init=init)
+    settings = settings if steps is None else replace(settings, steps=steps)
     llm = LLM(model, max_num_seqs=64, dtype="float32")
     llm.model.requires_grad_(False)
     last = llm.model.config.get_text_config().num_hidden_layers

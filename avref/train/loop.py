@@ -36,6 +36,7 @@ class Settings:
     learning_rate: float = 1.2e-3
     warmup: int = 60
     weight_decay: float = 0.1
+    dropout: float = 0.1
     top_p: float = 0.95
     seed: int = 0
     checkpoint_every: int = 200
@@ -66,6 +67,9 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=s.weight_decay
     )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = s.dropout
     start, seconds, curve = _resume(folder, model, optimiser)
     to_draft = torch.full((vocabulary,), -1)
     to_draft[vocab_ids] = torch.arange(len(vocab_ids))
@@ -85,6 +89,8 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
         batch = make_batch(data, which, blocks, depth, to_draft, generator)
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(s, step)
+        model.train()
+        torch.manual_seed(s.seed * 1_000_003 + step)  # dropout
         loss, overlap = loss_and_overlap(family.forward(model, embedding, head, batch, depth), batch, s.top_p)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -95,6 +101,7 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             f"loss {float(loss.detach()):.3f} overlap {overlap[0]:.2f} {overlap[-1]:.2f}", refresh=False
         )
         if (step + 1) % s.checkpoint_every == 0 or step + 1 == s.steps:
+            model.eval()
             with torch.inference_mode():
                 drafts = family.forward(model, embedding, head, held_out, s.depth)
                 held_loss, held = loss_and_overlap(drafts, held_out, s.top_p)
@@ -111,7 +118,7 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             tqdm.write(f"step {step + 1}: {seconds / 60:.1f} min, held-out loss {held_loss:.3f}, overlap {overlaps}")
             _checkpoint(folder, model, optimiser, step + 1, seconds, curve)
             (folder / "curve.json").write_text(json.dumps(curve))
-    return model
+    return model.eval()
 
 
 def _take_over(model: nn.Module, folder: Path, vocab_ids: Tensor) -> Tensor:

@@ -1,0 +1,136 @@
+"""Where confidence comes from: c_k, the probability that draft k is accepted if it is reached.
+
+    estimator   sigmoid(slope f_k + intercept_k), fitted online, f a feature of the draft logits (the article's method)
+    head        what the drafter itself says: dspark's trained head, or an n-gram drafter's record of past verdicts
+    q_max       the largest draft probability as it stands, no fit (EAGLE-2, arXiv 2406.16858)
+    threshold   q_max again, but no budget: verify up to the first position where it falls under a value (after
+                Draft & Verify, arXiv 2309.08168, where the value is tuned while decoding; here it is fixed)
+    stop_head   sigmoid of a trained stop head; verify while c_1 ... c_k stays at or above a value, that is while
+                P(some rejection) is at most one minus it (after SpecDec++, arXiv 2405.19715)
+
+The first three feed survival, budget and allocation. The last two are stopping rules: they know no costs and judge each
+request by itself. All of them read what q_k is made from (logits, hidden state, tokens before x_k), never x_k, so
+whether x_k is verified is settled by q_1 .. q_k and the emitted law stays the target's (design: losslessness). A rule
+that has seen x_k, like a threshold on the drawn token's own probability, may stop after k only, with x_k verified.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from avref.config import DEFAULT_THRESHOLDS, ESTIMATOR_KEYS, SpeculativeConfig
+from avref.drafters.base import Drafter, DraftProposal, Enough
+from avref.estimator import OnlineAcceptanceEstimator
+from avref.features import FEATURES, q_max
+from avref.pruning import survival
+
+# what each source reads of a drafter: a class attribute, its default where a drafter does not say, and its name
+_READS = {
+    "estimator": ("has_logits", True, "draft logits"),
+    "head": ("has_confidence", False, "a confidence of the drafter's own"),
+    "q_max": ("has_logits", True, "draft logits"),
+    "threshold": ("has_logits", True, "draft logits"),
+    "stop_head": ("has_stop_head", False, "a stop head"),
+}
+
+
+def resolve(config: SpeculativeConfig, drafter: Drafter | None) -> str:
+    """The source that `config.confidence` names for this drafter.
+
+    "auto" is the estimator, or the drafter's own confidence where it has no logits to fit on (n-grams). Raises
+    ValueError when the drafter lacks what the source reads, or a key that the source never reads was set.
+    """
+
+    def offers(source: str) -> bool:
+        attribute, default, _ = _READS[source]
+        return bool(getattr(drafter, attribute, default))
+
+    source = config.confidence
+    if source == "auto":
+        source = "estimator" if offers("estimator") else "head"
+    if not offers(source):
+        possible = ", ".join(repr(name) for name in _READS if offers(name))
+        raise ValueError(
+            f"confidence={source!r} reads {_READS[source][2]}, and method {config.method!r} has none; choose 'auto' or "
+            f"one of {possible}"
+        )
+    if source != "estimator":
+        config.refuse_unread(ESTIMATOR_KEYS, f"confidence={source!r} for method {config.method!r}")
+    return source
+
+
+class Confidence:
+    """One of the sources above, ready to read proposals.
+
+    `threshold` is the value of the two stopping rules (None: their default, .4 and .7) and None for the others.
+    `learns` is true where verdicts sharpen the confidence, so that probes are worth their price.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, drafter: Drafter | None, estimator: OnlineAcceptanceEstimator | None = None
+    ) -> None:
+        self.source = resolve(config, drafter)
+        self.num_positions = config.num_speculative_tokens
+        self.feature, self.estimator = FEATURES[config.feature], estimator
+        self.threshold = DEFAULT_THRESHOLDS.get(self.source) if config.threshold is None else config.threshold
+        self.learns = self.source == "estimator" or not getattr(drafter, "has_logits", True)
+
+    @property
+    def stops(self) -> bool:
+        """Whether this is a stopping rule, without budget and cost table."""
+        return self.threshold is not None
+
+    def read(self, proposal: DraftProposal, temperature: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(features [R, K] for the estimator to observe, or None; confidence [R, K]); 0 past the drafted depth.
+
+        temperature [R], 0 for greedy requests.
+        """
+        if self.source == "estimator":
+            assert self.estimator is not None and proposal.logits is not None
+            features = self._padded(self.feature.fn(proposal.logits, proposal.draft_ids, temperature[:, None]))
+            return features, self._padded(self.estimator.predict(features)[:, : proposal.tokens.shape[1]])
+        if self.source == "head":
+            assert proposal.confidence is not None
+            return None, self._padded(proposal.confidence)
+        return None, self._padded(self._score(proposal.logits, proposal.stop, temperature[:, None]))
+
+    def stop(self, confidence: Tensor) -> Tensor:
+        """Drafts that the stopping rule verifies [R]: those before the first that falls under the threshold."""
+        assert self.threshold is not None
+        score = survival(confidence) if self.source == "stop_head" else confidence  # [R, K]
+        return (score >= self.threshold).cumprod(-1).sum(-1)
+
+    def enough(self, capacity: Tensor, temperature: Tensor) -> Enough | None:
+        """For a token-by-token drafter: no request wants another draft. None unless this is a stopping rule.
+
+        A request wants draft k + 1 while draft k is to be verified and its capacity [R] is not used up. What is left
+        out would not have been verified, so the block may end for all of them.
+        """
+        threshold = self.threshold
+        if threshold is None:
+            return None
+        wanted = torch.ones_like(capacity, dtype=torch.bool)  # [R]
+        reached = torch.ones_like(temperature)
+        drafted = 0
+
+        def enough(logits: Tensor, stop: Tensor | None) -> bool:
+            nonlocal wanted, reached, drafted
+            drafted += 1
+            score = self._score(logits, stop, temperature)
+            reached = reached * score if self.source == "stop_head" else score
+            wanted = wanted & (reached >= threshold) & (drafted < capacity)
+            return not bool(wanted.any())
+
+        return enough
+
+    def _score(self, logits: Tensor | None, stop: Tensor | None, temperature: Tensor) -> Tensor:
+        if self.source == "stop_head":
+            assert stop is not None
+            return stop.float().sigmoid()
+        assert logits is not None
+        return q_max(logits, temperature)
+
+    def _padded(self, values: Tensor) -> Tensor:
+        return F.pad(values, (0, self.num_positions - values.shape[1]))  # [R, K]

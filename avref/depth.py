@@ -1,0 +1,94 @@
+"""How deep to draft, 0 included: fixed before drafting, from past steps only.
+
+Adaptive verification still pays for drafts that it then trims. So before a step of R requests drafts, it asks which
+depth d promises the most tokens per millisecond,
+
+    R a_d / (draft_ms[R, d] + verify_ms[R + R b_d]),        d = 0, 1, ..., K        (a_0 = 1, b_0 = 0: no drafting)
+
+with a_d the tokens that a step drafted to depth d emits per request, and b_d the drafts it verifies per request. Both
+are running means over past steps. A step drafted to depth D tells about every d <= D: cut its survivals S at d, then
+
+    B_d = argmax over B of (R + sum of the B best) / (draft_ms[R, d] + verify_ms[R + B])
+    A_d = R + sum of the B_d best
+
+and a_d, b_d move towards A_d / R, B_d / R. This argmax looks back at survivals of drafts whose fate is settled. Nothing
+about the present step's drafts is read, so the choice cannot bias them, and the emitted law stays the target's (a depth
+that depends on the drafts themselves does bias it: `exact.aggregate_early_stop`).
+
+A step drafted to depth d says nothing about deeper ones. So the first steps and every 16th are drafted in full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from avref.cost_table import CostTable
+
+Floats = npt.NDArray[np.float64]
+
+EXPLORE_EVERY = 16
+"""Every so many steps one is drafted in full, which keeps a_d and b_d of deeper d up to date."""
+
+
+class DraftDepth:
+    """Running means of what each depth is worth, and the depth that they recommend.
+
+    `rate` is that of the means (the first few steps are averaged evenly); `warmup` full steps come before the first
+    choice.
+    """
+
+    def __init__(self, num_positions: int, *, rate: float = 0.1, warmup: int = 8) -> None:
+        self.num_positions, self.rate, self.warmup = num_positions, rate, warmup
+        self.tokens = np.ones(num_positions + 1)  # a_d
+        self.verified = np.zeros(num_positions + 1)  # b_d
+        self.seen = np.zeros(num_positions + 1, dtype=np.int64)  # steps behind them
+
+    def choose(self, step: int, num_requests: int, deepest: int, cost_table: CostTable) -> int:
+        """Depth for a step that may draft up to `deepest` positions; `step` counts decode steps from 0."""
+        explores = step % EXPLORE_EVERY == EXPLORE_EVERY - 1
+        if deepest == 0 or explores or self.seen[deepest] < self.warmup:
+            return deepest
+        depths = slice(0, deepest + 1)
+        packed = num_requests * (1.0 + self.verified[depths])  # [deepest+1] tokens, seldom a whole number
+        packed = np.minimum(packed, cost_table.token_limit(num_requests))
+        below, above = np.floor(packed).astype(int), np.ceil(packed).astype(int)
+        low, high = cost_table.verify(num_requests, below), cost_table.verify(num_requests, above)
+        verify_ms = low + (packed - below) * (high - low)
+        rates = num_requests * self.tokens[depths] / (draft_ms(cost_table, num_requests, deepest) + verify_ms)
+        return int(rates.argmax())  # of equal ones the smallest depth
+
+    def learn(self, survival: Floats, capacities: npt.NDArray[np.int64], cost_table: CostTable) -> None:
+        """Take in a step's survivals [R, D], drafted to depth D; slots at or past capacities [R] did not exist."""
+        num_requests, deepest = survival.shape
+        if deepest == 0:
+            return
+        exists = np.arange(deepest) < capacities[:, None]  # [R, D]
+        values, position = survival[exists], exists.nonzero()[1]  # [N]
+        order = np.argsort(-values)
+        kept = position[order] < np.arange(1, deepest + 1)[:, None]  # [D, N] whether slot n lies within depth d
+        budgets = _from_zero(kept)  # [D, N+1]
+        expected = num_requests + _from_zero(kept * values[order])  # [D, N+1] tokens emitted, by slots gone through
+        limit = cost_table.token_limit(num_requests) - num_requests
+        verify_ms = cost_table.verify(num_requests, num_requests + np.arange(min(limit, len(values)) + 1))
+        step_ms = draft_ms(cost_table, num_requests, deepest)[1:, None] + verify_ms[np.minimum(budgets, limit)]
+        best = np.where(budgets <= limit, expected / step_ms, 0.0).argmax(axis=1)[:, None]  # [D, 1]
+        emitted = np.take_along_axis(expected, best, axis=1)[:, 0]  # [D] A_d
+        verified = np.take_along_axis(budgets, best, axis=1)[:, 0]  # [D] B_d
+        now = slice(1, deepest + 1)
+        self.seen[now] += 1
+        rate = np.maximum(self.rate, 1.0 / self.seen[now])
+        self.tokens[now] += rate * (emitted / num_requests - self.tokens[now])
+        self.verified[now] += rate * (verified / num_requests - self.verified[now])
+
+
+def draft_ms(cost_table: CostTable, num_requests: int, deepest: int) -> Floats:
+    """Milliseconds to draft 0, 1, ..., `deepest` tokens for every request; nothing for 0, whatever the table holds."""
+    return np.array([0.0, *(cost_table.draft(num_requests, depth) for depth in range(1, deepest + 1))])
+
+
+def _from_zero(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Running sums along the last axis, with the empty sum in front: [D, N] -> [D, N+1]."""
+    return np.pad(values.cumsum(axis=-1), ((0, 0), (1, 0)))

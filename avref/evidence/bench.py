@@ -1,0 +1,263 @@
+"""The bench: every arm of the comparison on one loaded target, in one process, resumable, with its evidence kept.
+
+Arms are interleaved within each repeat in an order that rotates; all arms of a repeat answer the same prompts with the
+same seeds; what is reported are medians over repeats with the lowest and the highest, and ratios within a repeat. The
+cost tables are measured first. Every adaptive arm is warmed up once on prompts of its own, and every run starts from
+what the warm-up taught, so no run depends on which came before it. Prompts of even number in each workload serve to
+choose settings (the thresholds of the stopping rules), those of odd number are reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from avref import arms, profiling, workloads
+from avref.config import one_of
+from avref.cost_table import CostTable
+from avref.evidence import bench_report, bench_setting, outside
+from avref.evidence.bench_plan import BLOCKS, CONCURRENCY, TOP_P, TUNING, Arm, Plan, Unit
+from avref.evidence.journal import Journal
+from avref.llm import LLM
+
+
+@dataclass
+class Built:
+    """An arm that is ready to run, what it had learned when the warm-up ended, and the warm-up's fit."""
+
+    llm: LLM
+    learned: arms.Learned | None
+    fit: dict[str, Any] | None
+
+
+class Runner:
+    """Builds, prepares and runs arms on one loaded target; `prompts` are token ids by case."""
+
+    def __init__(
+        self, base: LLM, folder: Path, max_tokens: int, prompts: Mapping[str, Sequence[Sequence[int]]], journal: Journal
+    ) -> None:
+        self.base, self.folder, self.max_tokens, self.prompts = base, folder, max_tokens, prompts
+        self.journal = journal
+        self.warm = base.prompt_ids(workloads.load(workloads.WARMUP))
+        self.built: dict[str, Built] = {}
+        self.refused: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """Drop all arms: a block has ended."""
+        if self.built:
+            self.built.clear()
+            gc.collect()
+
+    def ready(self, unit: Unit, max_num_seqs: int) -> bool:
+        """Build the unit's arm at its first run, with its cost table measured and its estimator warmed up.
+
+        False, and the reason in `refused`, for a drafter that lacks what this confidence reads.
+        """
+        if unit.arm.name in self.built:
+            return True
+        try:
+            arm = self.chosen(unit)
+            llm = arms.build(self.base, arm.config, max_num_seqs)
+        except ValueError as error:
+            if unit.block != "drafters":
+                raise
+            self.refused[unit.arm.trial_of or unit.arm.name] = str(error)
+            return False
+        self.built[unit.arm.name] = self._prepared(llm, arm, max_num_seqs)
+        return True
+
+    def run(self, unit: Unit) -> dict[str, Any]:
+        """One run of an arm that is ready -> its record for the journal."""
+        built = self.built[unit.arm.name]
+        prompts = arms.chosen(self.prompts[unit.case], unit.count, unit.repeat)
+        began = time.perf_counter()
+        run = self._outside(built, unit, prompts) if unit.block == "outside" else self._inside(built, unit, prompts)
+        return {
+            **{name: getattr(unit, name) for name in ("block", "case", "concurrency", "repeat")},
+            "arm": unit.arm.name,
+            "seconds": time.perf_counter() - began,
+            "threshold": built.llm.config.threshold if built.llm.config else None,
+            "fit": built.fit,
+            "with_prefill": run.with_prefill,
+            "stats": {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(run.stats).items()},
+        }
+
+    def chosen(self, unit: Unit) -> Arm:
+        """The arm, with the value of its threshold that was fastest on the prompts for choosing."""
+        arm = unit.arm
+        if not arm.tune:
+            return arm
+        trials = {
+            v: self.journal.records[Unit(unit.block, TUNING, unit.concurrency, arm.at(v), 0).key] for v in arm.tune
+        }
+        best = max(trials, key=lambda v: bench_report.run_of(trials[v]).tokens_per_s)
+        return Arm(arm.name, arm.at(best).config)
+
+    def _inside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
+        if built.learned:
+            built.learned.restore()
+        params = arms.params(unit.count, self.max_tokens, 1000 * unit.repeat)
+        return arms.measure(built.llm, prompts, params, unit.concurrency)
+
+    def _outside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
+        """Our arm and Hugging Face's under the same terms: all answers of one length, the whole time counts."""
+        top_p, seed, llm = TOP_P[unit.case], 1000 * unit.repeat, built.llm
+        if not unit.arm.theirs:
+            llm.engine.max_num_seqs = unit.concurrency
+            llm.generate(prompts, arms.params(unit.count, self.max_tokens, seed, top_p=top_p, ignore_eos=True))
+            return arms.Run(llm.stats, with_prefill=True)
+        return self._theirs(built, unit.arm, prompts, self.max_tokens, top_p, seed)
+
+    def _theirs(
+        self, built: Built, arm: Arm, prompts: Sequence[Sequence[int]], max_tokens: int, top_p: float, seed: int
+    ) -> arms.Run:
+        drafter: Any = built.llm.engine.drafter
+        assistant = drafter.model.model if arm.theirs == "assisted" else None
+        num = built.llm.engine.num_positions
+        return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, assistant, num)
+
+    def _prepared(self, llm: LLM, arm: Arm, max_num_seqs: int) -> Built:
+        if arm.trims_all:
+            llm.engine.override = lambda drafted: 0
+        if llm.engine.has_budget:
+            llm.cost_table = self._cost_table(llm, arm, max_num_seqs)
+            together = min(arms.WARMUP_CONCURRENCY, max_num_seqs)
+            arms.warm_up(llm, self.warm, self.max_tokens, together, arms.WARMUP_INTERVAL)
+            return Built(llm, arms.Learned(llm), _fit(llm))
+        built = Built(llm, None, None)
+        if arm.theirs:
+            self._theirs(built, arm, self.warm[:1], 2, 1.0, 0)  # the first call is slower than the rest
+        else:
+            arms.measure(llm, self.warm[:2], arms.params(2, 4, 0), 1)
+        return built
+
+    def _cost_table(self, llm: LLM, arm: Arm, max_num_seqs: int) -> CostTable:
+        """Measured once for each method and batch size, and kept beside the journal: a resumed bench decides alike."""
+        path = self.folder / "cost-tables" / f"{arm.method}-{max_num_seqs}.json"
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table = profiling.load_or_profile(llm, again=True)
+            table.save(path)
+        return CostTable.load(path)
+
+
+def _fit(llm: LLM) -> dict[str, Any] | None:
+    e = llm.estimator
+    return None if e is None else {"slope": float(e.slope), "intercepts": e.intercepts.tolist(), "refits": e.num_refits}
+
+
+def bench(
+    model: Any = "smollm2",
+    method: str = "dflash",
+    drafter: Any = None,
+    *,
+    folder: Path = Path("bench"),
+    blocks: Sequence[str] = BLOCKS,
+    concurrency: Sequence[int] = CONCURRENCY,
+    repeats: int = 3,
+    max_tokens: int = 48,
+    minutes: float | None = None,
+    prompts: str | Path | None = None,
+    drafters: Mapping[str, Any] | None = None,
+    depth: int = 7,
+    device: str | None = None,
+    dtype: str = "auto",
+    max_model_len: int = 512,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Run the blocks' arms, write `bench.jsonl`, `bench.json`, `bench.md` and `figures/` under `folder`; the result.
+
+    Runs that the journal holds already are not done again. `minutes` ends the bench before a run that would go beyond
+    them (preparing an arm, up to a minute, is not foreseen); what is left is printed and is in the result. `prompts` is
+    a file or the name of a set (`prompt_sets`); None is the five shipped workloads. `drafters` maps methods to drafters
+    as `speculative_config["model"]` takes them; None is every shipped one, ngram and layer_skip. Speeds are tokens per
+    second of decoding, prefill apart; in the block `outside` of the whole call. Raises ValueError for settings that
+    make no sense, or that differ from the journal's.
+    """
+    for name, values, least in (
+        ("concurrency", concurrency, 1),
+        ("repeats", [repeats], 1),
+        ("max_tokens", [max_tokens], 2),
+        ("depth", [depth], 1),
+    ):
+        if not values or min(values) < least:
+            raise ValueError(f"{name} is {list(values)}; it must be at least {least}")
+    for block in blocks:
+        one_of("a block", block, BLOCKS)
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes is {minutes}; give a positive number, or leave it out for no limit")
+    texts = bench_setting.halves(prompts)
+    base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
+    found = dict(drafters) if drafters is not None else bench_setting.shipped(base.name)
+    found[method] = drafter if drafter is not None else found.get(method)
+    depths = {name: bench_setting.depth_of(name, value, depth) for name, value in found.items()}
+    plan = Plan(method, found, depths, list(texts.reported), sorted(set(concurrency)), repeats, tuple(blocks))
+    ids = bench_setting.token_ids(base, texts, max_tokens)
+    settings = bench_setting.settings(base, plan, max_tokens, texts)
+    journal = Journal(folder / "bench.jsonl", settings)
+    runner = Runner(base, folder, max_tokens, ids, journal)
+    left = _run_all(runner, plan, minutes, progress)
+    tables = sorted((folder / "cost-tables").glob("*.json"))
+    result = {
+        "settings": settings,
+        "machine": {**profiling.describe(base), "method": method, "drafter": str(drafter or "shipped")},
+        "cost_tables": {path.stem: CostTable.load(path).metadata for path in tables},
+        **bench_report.summary(plan, journal.records),
+        "refused": runner.refused,
+        "left": left,
+    }
+    bench_report.save(result, folder)
+    return result
+
+
+def _run_all(runner: Runner, plan: Plan, minutes: float | None, progress: bool) -> list[str]:
+    """Run what the journal does not hold -> the keys of the runs that did not fit into `minutes`."""
+    journal, began = runner.journal, time.monotonic()
+    units = [(u, plan.largest(block)) for block in plan.blocks for u in plan.units(block)]
+    left = [u for u, _ in units if u.key not in journal]
+    minutes_left = plan.seconds(journal.records, runner.max_tokens) * _pace(journal, units, runner.max_tokens) / 60
+    _say(
+        f"{len(units)} runs, {len(units) - len(left)} done before; the others take about {minutes_left:.0f} minutes"
+        + (" at the pace of those done" if len(left) < len(units) else " on two cores with the default target")
+    )
+    with tqdm(total=len(left), desc="bench", unit="run", disable=not progress, dynamic_ncols=True) as bar:
+        for i, (unit, most) in enumerate(units):
+            if i and unit.block != units[i - 1][0].block:
+                runner.forget()
+            if unit.key in journal or (unit.arm.trial_of or unit.arm.name) in runner.refused:
+                continue
+            seconds = unit.seconds(runner.max_tokens) * _pace(journal, units[:i], runner.max_tokens)
+            if minutes is not None and time.monotonic() - began + seconds > 60 * minutes:
+                return _say_left(runner, [u for u, _ in units], minutes)
+            bar.set_postfix_str(unit.key, refresh=False)
+            if runner.ready(unit, most):
+                journal.append(unit.key, runner.run(unit))
+            bar.update()
+    return []
+
+
+def _pace(journal: Journal, units: Sequence[tuple[Unit, int]], max_tokens: int) -> float:
+    """Seconds taken over seconds guessed, of the runs done."""
+    done = [u for u, _ in units if u.key in journal]
+    guessed = sum(u.seconds(max_tokens) for u in done)
+    return sum(journal.records[u.key]["seconds"] for u in done) / guessed if done else 1.0
+
+
+def _say_left(runner: Runner, units: Sequence[Unit], minutes: float) -> list[str]:
+    left = [u.key for u in units if u.key not in runner.journal and u.arm.name not in runner.refused]
+    _say(f"{len(left)} runs do not fit into {minutes:g} minutes; start again with the same folder to do them:")
+    for key in left:
+        print(f"  {key}", file=sys.stderr)
+    return left
+
+
+def _say(text: str) -> None:
+    print(f"avref: bench: {text}", file=sys.stderr, flush=True)

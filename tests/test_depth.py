@@ -1,0 +1,250 @@
+"""How deep to draft: bookkeeping against brute force, the two ends (never, always), exploring, and the emitted law."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import test_lossless_end_to_end as lossless
+import tiny
+import torch
+
+from avref import profiling
+from avref.config import SamplingParams
+from avref.cost_table import CostTable
+from avref.depth import EXPLORE_EVERY, DraftDepth, draft_ms
+from avref.llm import LLM
+from avref.pruning import choose_budget
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+COUNTING = {t: (t + 1) % 8 for t in range(8)}
+
+
+def step(rng: np.random.Generator, num_requests: int, depth: int) -> tuple[Any, Any]:
+    """Random survivals [R, D] and capacities [R]."""
+    survival = np.minimum.accumulate(rng.random((num_requests, depth)) ** 0.5, axis=1)
+    return survival, rng.integers(0, depth + 1, size=num_requests)
+
+
+def table(rng: np.random.Generator, max_requests: int, depth: int, by_requests: bool, max_tokens: int) -> CostTable:
+    """A staircase with steps of random height, and drafting that gets dearer by depth."""
+    verify = 1 + rng.choice([0.0, 0.0, 0.3, 0.9], size=(max_requests + 1, max_tokens + 1)).cumsum(axis=1)
+    draft = rng.random((max_requests + 1, depth + 1)).cumsum(axis=1)
+    return CostTable(draft, verify if by_requests else verify[0])
+
+
+# Against brute force
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_step_by_brute_force(seed: int) -> None:
+    """B_d is what choose_budget finds in the survivals cut at d; deeper positions are not touched."""
+    rng = np.random.default_rng(seed)
+    num_requests, num_positions = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+    depth = int(rng.integers(1, num_positions + 1))
+    survival, capacities = step(rng, num_requests, depth)
+    room = num_requests * (depth + 1) - (2 if seed % 4 == 0 else 0)  # sometimes not all slots fit into the table
+    costs = table(rng, 6, num_positions, seed % 2 == 0, max(room, num_requests))
+    got = DraftDepth(num_positions)
+    got.learn(survival, capacities, costs)
+    for d in range(num_positions + 1):
+        tokens, budget = 1.0, 0
+        if 1 <= d <= depth:
+            cut = np.minimum(capacities, d)
+            budget = choose_budget(survival[:, :d], costs, num_requests, "argmax", capacities=cut)
+            slots = [survival[r, k] for r in range(num_requests) for k in range(cut[r])]
+            tokens = 1.0 + sum(sorted(slots, reverse=True)[:budget]) / num_requests
+        assert got.tokens[d] == pytest.approx(tokens)
+        assert got.verified[d] == pytest.approx(budget / num_requests)
+    assert got.seen.tolist() == [0] + [int(d <= depth) for d in range(1, num_positions + 1)]
+
+
+def test_means_are_even_at_first_and_then_running() -> None:
+    rng = np.random.default_rng(1)
+    costs, steps = table(rng, 4, 3, False, 20), [step(rng, 4, 3) for _ in range(30)]
+    all_of_them, alone = DraftDepth(3), []
+    for s in steps:
+        all_of_them.learn(*s, costs)
+        single = DraftDepth(3)
+        single.learn(*s, costs)
+        alone.append(single.tokens)
+    mean = np.mean(alone[:10], axis=0)
+    for tokens in alone[10:]:
+        mean = mean + 0.1 * (tokens - mean)
+    assert all_of_them.tokens == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choice_by_brute_force(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_requests, deepest = int(rng.integers(1, 6)), int(rng.integers(1, 6))
+    costs = table(rng, 6, 5, seed % 2 == 0, 30)
+    depth = DraftDepth(5, warmup=1)
+    for _ in range(3):
+        depth.learn(*step(rng, num_requests, 5), costs)
+    rates = []
+    for d in range(deepest + 1):
+        packed = num_requests * (1 + depth.verified[d])
+        verify = np.interp(packed, np.arange(1, 31), costs.verify(num_requests, np.arange(1, 31)))
+        draft = costs.draft(num_requests, d) if d else 0.0
+        rates.append(num_requests * depth.tokens[d] / (draft + verify))
+    assert depth.choose(0, num_requests, deepest, costs) == rates.index(max(rates))
+
+
+def test_drafting_nothing_costs_nothing() -> None:
+    """A table by requests alone was measured at one depth; no drafts are free in it all the same."""
+    assert draft_ms(CostTable(np.array([0, 3.0]), np.ones(9)), 1, 2).tolist() == [0, 3, 3]
+
+
+def test_steps_drafted_in_full_whatever_was_learned() -> None:
+    depth = DraftDepth(4)
+    dear = CostTable(np.full(3, 100.0), np.ones(11))
+    useless = np.zeros((2, 4))
+    for n in range(8):
+        assert depth.choose(n, 2, 4, dear) == 4
+        depth.learn(useless, np.full(2, 4), dear)
+    chosen = [depth.choose(n, 2, 4, dear) for n in range(64)]
+    assert [n for n, d in enumerate(chosen) if d] == [15, 31, 47, 63]
+    assert EXPLORE_EVERY == 16
+    assert depth.choose(0, 2, 0, dear) == 0
+
+
+# In the engine
+
+
+def cycle(successor: dict[int, int]) -> Any:
+    """A bigram model that goes from t to successor[t] almost surely."""
+    logits = torch.zeros(8, 8)
+    for t, after in successor.items():
+        logits[t, after] = 30.0
+    return tiny.bigram(logits)
+
+
+def make(target: Any, drafter: Any, costs: CostTable, **settings: Any) -> LLM:
+    config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 4, **settings}
+    config["enable_adaptive_verification"] = True
+    return LLM(target, config, max_num_seqs=2, max_model_len=256, cost_table=costs)
+
+
+def by_step(llm: LLM) -> list[int]:
+    """The depths that are going to be drafted, step by step."""
+    depths: list[int] = []
+    draft = llm.engine._draft
+
+    def watch(*args: Any) -> Any:
+        proposal = draft(*args)
+        depths.append(0 if proposal is None else proposal.tokens.shape[1])
+        return proposal
+
+    llm.engine._draft = watch  # type: ignore[method-assign]
+    return depths
+
+
+def test_a_useless_drafter_is_left_alone() -> None:
+    """Always wrong, and drafting costs: after the first verdicts only exploring and probing steps draft."""
+    target, wrong = cycle(COUNTING), cycle({t: (t + 2) % 8 for t in range(8)})
+    costs = CostTable(np.outer(np.ones(3), 0.3 * np.arange(5)), 1 + 0.05 * np.arange(11))
+    llm = make(target, wrong, costs, probe_interval=10, estimator={"refit_interval": 8})
+    depths = by_step(llm)
+    out = llm.generate([[5], [1]], GREEDY)
+    assert [o.outputs[0].token_ids[:5] for o in out] == [[6, 7, 0, 1, 2], [2, 3, 4, 5, 6]]
+    full = [n for n in range(40, 96) if n % 16 == 15 or n % 10 == 9]
+    assert [n for n in range(40, 96) if depths[n]] == full
+    assert {depths[n] for n in full} == {4}
+    assert llm.stats.drafted_by_position[0] == 2 * sum(d > 0 for d in depths)
+    assert llm.estimator is not None and llm.estimator.intercepts.isfinite().all() and llm.estimator.slope.isfinite()
+
+
+def test_a_free_drafter_that_is_right_is_used_in_full() -> None:
+    target = cycle(COUNTING)
+    llm = make(target, target, CostTable(np.zeros(3), np.r_[1.0, 1 + 1e-3 * np.arange(10)]))
+    depths = by_step(llm)
+    llm.generate([[5], [1]], GREEDY)
+    assert set(depths[:-1]) == {4}
+    assert llm.stats.num_steps == 20  # 99 tokens after the first, five a step
+
+
+def test_the_depth_in_between() -> None:
+    """Sure and right behind token 0 to 3, unsure and wrong behind 4 to 7: the deeper drafts seldom pay."""
+    target = cycle(COUNTING)
+    drafter = cycle({t: t + 1 for t in range(3)})
+    costs = CostTable(np.outer(np.ones(3), np.r_[0.0, 0.05 * np.arange(4) + 0.1]), 1 + 0.02 * np.arange(11))
+    llm = make(target, drafter, costs, estimator={"refit_interval": 10})
+    depths = by_step(llm)
+    llm.generate([[5], [1], [2], [3]], GREEDY)
+    assert 0 < np.mean(depths[20:]) < 4
+    assert any(0 < d < 4 for d in depths[20:])
+    assert llm.estimator is not None and llm.estimator.intercepts.isfinite().all() and llm.estimator.num_ignored == 0
+
+
+@pytest.mark.parametrize("rule", ["lookahead", "stale", "early_stop"])
+def test_probe_steps_and_fixed_settings(rule: str) -> None:
+    """Switched off, or without adaptive verification: every step drafts all it can."""
+    target, wrong = cycle(COUNTING), cycle({t: (t + 2) % 8 for t in range(8)})
+    costs = CostTable(np.outer(np.ones(3), np.arange(5.0)), 1 + np.arange(11.0))
+    for settings in ({"adaptive_drafting": False, "budget_rule": rule}, {"confidence": "threshold"}):
+        llm = make(target, wrong, costs, **settings)
+        depths = by_step(llm)
+        llm.generate([[5]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        assert min(depths[:-4]) >= (4 if "budget_rule" in settings else 1)
+
+
+# The emitted law, with depths that vary
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny.sharpen(tiny.llama(vocab_size=8, num_hidden_layers=1, pad_token_id=None, eos_token_id=None), 1.2)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "dflash"])
+def test_emitted_law(method: str, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates so high that the last step's survivals decide, and a table on which every depth is worth it at times."""
+    drafter = tiny.near(target, 0.12) if method == "draft_model" else tiny.dflash(target, 4, vocab_ids=[0, 1, 2, 4, 7])
+    costs = CostTable(np.outer(np.ones(33), [0.0, 1.5, 2.2, 2.6]), 4 + 0.16 * np.arange(129))
+    drafted: list[int] = []
+    monkeypatch.setattr("avref.depth.EXPLORE_EVERY", 4)
+    choose = DraftDepth.choose
+
+    def watch(self: DraftDepth, *args: Any) -> int:
+        self.rate, self.warmup = 0.9, 1
+        drafted.append(choose(self, *args))
+        return drafted[-1]
+
+    monkeypatch.setattr(DraftDepth, "choose", watch)
+    monkeypatch.setattr(lossless.CostTable, "from_curves", lambda *_, **__: costs)
+    llm, whole, nucleus = lossless.run(target, method, drafter)
+    shares = np.bincount(drafted, minlength=4) / len(drafted)
+    assert (shares > 0.05).sum() >= 3 and shares[3] < 0.9
+    assert llm.stats.accepted_by_position.sum() > 100
+    for answers, top_p in ((whole, 1.0), (nucleus, lossless.NUCLEUS)):
+        assert lossless.p_value((answers, lossless.exact_law(target, lossless.PROMPT, top_p))) >= lossless.ALPHA
+
+
+# What it costs
+
+
+def test_profiles_measure_drafting_by_depth() -> None:
+    """A draft model's drafts come one after the other: more of them take longer."""
+    target = tiny.llama()
+    llm = make(target, tiny.near(target, 0.3), CostTable(np.ones(3), np.ones(11)))
+    measured = profiling.profile(llm, context=16, repeats=3)
+    assert {p[:2] for p in measured.metadata["draft_points"]} == {(r, d) for r in (1, 2) for d in (1, 2, 4)}
+    assert measured.draft_ms.shape == (3, 5)
+    assert measured.draft(2, 0) == 0 < measured.draft(2, 1) < measured.draft(2, 4)
+    assert llm.engine.fixed_depth is None
+
+
+def test_bookkeeping_takes_less_than_three_tenths_of_a_millisecond() -> None:
+    rng = np.random.default_rng(0)
+    depth, costs = DraftDepth(7), CostTable(np.ones((65, 8)), np.r_[1.0, np.linspace(22, 340, 512)])
+    survival, capacities = np.minimum.accumulate(rng.random((64, 7)), axis=1), np.full(64, 7)
+    best = np.inf
+    for n in range(100):
+        began = time.perf_counter()
+        depth.learn(survival, capacities, costs)
+        depth.choose(n, 64, 7, costs)
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.3e-3
