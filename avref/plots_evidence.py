@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from avref.plot_style import POLICY_COLORS, STYLE, new_figure
 
@@ -62,6 +62,7 @@ def plot_pareto(result: Mapping[str, Any]) -> Figure:
                 axes.annotate(str(r["concurrency"]), place, (5, 4), textcoords="offset points", fontsize=8.5)
     axes.set(xscale="log", yscale="log", xlabel="tokens/s per user", ylabel="tokens/s, all requests")
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(NullFormatter())
     axes.set_title("Throughput against speed per user (numbers: requests running at once)")
@@ -96,7 +97,7 @@ def plot_off_on(result: Mapping[str, Any]) -> Figure:
     axes.set_xticks(range(len(cases)), [case.replace("_", " ") for case in cases])
     axes.grid(False, axis="x")
     axes.set(ylabel="tokens/s", ylim=(0, 1.12 * top))
-    axes.set_title(f"Adaptive verification off and on, {rows[0]['concurrency']} requests")
+    axes.set_title(f"Adaptive verification off and on, {rows[0]['concurrency']} requests (x: on over off)")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     figure.supxlabel(_setting(result), fontsize=8.5, color="#555555", x=0.01, ha="left")
     return figure

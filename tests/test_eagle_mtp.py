@@ -311,9 +311,9 @@ def emitted(method: str, target: Any, drafts: str = "probabilistic") -> tuple[LL
         "enable_adaptive_verification": True,
         "estimator": {"refit_interval": 5},
     }
-    # with 100 requests a draft pays from a survival of about .3 on
+    # with 100 requests a draft pays from a survival of 1/6 on
     costs = CostTable.from_curves(
-        [(1, 0.1), (100, 0.2)], [(1, 2.0), (100, 3.0), (400, 5.6)], max_requests=100, max_tokens=400
+        [(1, 0.1), (100, 0.2)], [(1, 2.0), (100, 3.0), (400, 4.5)], max_requests=100, max_tokens=400
     )
     llm = LLM(target, config, max_num_seqs=100, max_model_len=16, cost_table=costs)
     outputs = llm.generate([[2, 1, 3]] * 1200, SamplingParams(max_tokens=5, ignore_eos=True))
@@ -325,7 +325,7 @@ def emitted(method: str, target: Any, drafts: str = "probabilistic") -> tuple[LL
 def test_emitted_law(method: str, drafts: str, bigram: Any) -> None:
     llm, p = emitted(method, bigram, drafts)
     accepted, graded = llm.stats.accepted_by_position, llm.stats.graded_by_position
-    assert 0.1 < 1 - llm.stats.verified_by_position.sum() / llm.stats.drafted_by_position.sum() < 0.9
+    assert 20 < llm.stats.verified_by_position[2] < 0.95 * llm.stats.drafted_by_position[2]  # some are trimmed
     assert 0.1 < accepted.sum() / graded.sum() < 0.9
     assert accepted[1] > 100
     assert p >= ALPHA

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_lossless_end_to_end import ALPHA, NUCLEUS, PROMPT, exact_law, p_value, run, trimmed
+from test_lossless_end_to_end import ALPHA, NUCLEUS, PROMPT, SAMPLES, exact_law, p_value, run, trimmed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig
 
@@ -264,8 +264,8 @@ def test_greedy_equals_plain_decoding(k: int, settings: Any, target: Any, plain_
     assert 0 < stats.accepted_by_position.sum() < stats.graded_by_position.sum()
 
 
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=60, ignore_eos=True, seed=3)])
-@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=30, ignore_eos=True, seed=3)])
+@pytest.mark.parametrize("k", [1, 7])
 def test_all_layers_accept_everything(k: int, params: SamplingParams, target: Any) -> None:
     llm = make(target, LAYERS, k)
     assert [len(a) for a in answers(llm, PROMPTS, params)] == [params.max_tokens] * len(PROMPTS)
@@ -307,6 +307,7 @@ def test_emitted_law() -> None:
         model.model.layers[1].mlp.down_proj.weight.mul_(0.4)
     llm, whole, nucleus = run(model, "layer_skip", 1)
     stats = llm.stats
+    assert stats.graded_by_position.sum() > 2 * SAMPLES
     assert 0.1 < trimmed(llm) < 0.9
     assert 0.1 < stats.accepted_by_position.sum() / stats.graded_by_position.sum() < 0.95
     assert p_value((whole, exact_law(model, PROMPT, 1.0))) >= ALPHA

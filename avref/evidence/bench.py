@@ -69,7 +69,7 @@ class Runner:
         except ValueError as error:
             if unit.block != "drafters":
                 raise
-            self.refused[unit.arm.trial_of or unit.arm.name] = str(error)
+            self.refused[unit.arm.owner] = str(error)
             return False
         self.built[unit.arm.name] = self._prepared(llm, arm, max_num_seqs)
         return True
@@ -92,20 +92,17 @@ class Runner:
 
     def chosen(self, unit: Unit) -> Arm:
         """The arm, with the value of its threshold that was fastest on the prompts for choosing."""
-        arm = unit.arm
-        if not arm.tune:
+        if not (arm := unit.arm).tune:
             return arm
-        trials = {
-            v: self.journal.records[Unit(unit.block, TUNING, unit.concurrency, arm.at(v), 0).key] for v in arm.tune
-        }
-        best = max(trials, key=lambda v: bench_report.run_of(trials[v]).tokens_per_s)
+        keys = {v: Unit(unit.block, TUNING, unit.concurrency, arm.at(v), 0).key for v in arm.tune}
+        best = max(keys, key=lambda v: bench_report.run_of(self.journal.records[keys[v]]).tokens_per_s)
         return Arm(arm.name, arm.at(best).config)
 
     def _inside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
         if built.learned:
             built.learned.restore()
-        params = arms.params(unit.count, self.max_tokens, 1000 * unit.repeat)
-        return arms.measure(built.llm, prompts, params, unit.concurrency)
+        own = prompts, arms.params(unit.count, self.max_tokens, 1000 * unit.repeat)
+        return arms.measure(built.llm, *own, unit.concurrency)
 
     def _outside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
         """Our arm and Hugging Face's under the same terms: all answers of one length, the whole time counts."""
@@ -121,8 +118,8 @@ class Runner:
     ) -> arms.Run:
         drafter: Any = built.llm.engine.drafter
         assistant = drafter.model.model if arm.theirs == "assisted" else None
-        num = built.llm.engine.num_positions
-        return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, assistant, num)
+        more = assistant, built.llm.engine.num_positions
+        return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, *more)
 
     def _prepared(self, llm: LLM, arm: Arm, max_num_seqs: int) -> Built:
         if arm.trims_all:
@@ -144,8 +141,7 @@ class Runner:
         path = self.folder / "cost-tables" / f"{arm.method}-{max_num_seqs}.json"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            table = profiling.load_or_profile(llm, again=True)
-            table.save(path)
+            profiling.load_or_profile(llm, again=True).save(path)
         return CostTable.load(path)
 
 
@@ -203,6 +199,9 @@ def bench(
     ids = bench_setting.token_ids(base, texts, max_tokens)
     settings = bench_setting.settings(base, plan, max_tokens, texts)
     journal = Journal(folder / "bench.jsonl", settings)
+    if journal.begun:
+        for table in (folder / "cost-tables").glob("*.json"):
+            table.unlink()  # left by a journal that is gone
     runner = Runner(base, folder, max_tokens, ids, journal)
     left = _run_all(runner, plan, minutes, progress)
     tables = sorted((folder / "cost-tables").glob("*.json"))
@@ -232,7 +231,7 @@ def _run_all(runner: Runner, plan: Plan, minutes: float | None, progress: bool) 
         for i, (unit, most) in enumerate(units):
             if i and unit.block != units[i - 1][0].block:
                 runner.forget()
-            if unit.key in journal or (unit.arm.trial_of or unit.arm.name) in runner.refused:
+            if unit.key in journal or unit.arm.owner in runner.refused:
                 continue
             seconds = unit.seconds(runner.max_tokens) * _pace(journal, units[:i], runner.max_tokens)
             if minutes is not None and time.monotonic() - began + seconds > 60 * minutes:
@@ -252,10 +251,8 @@ def _pace(journal: Journal, units: Sequence[tuple[Unit, int]], max_tokens: int) 
 
 
 def _say_left(runner: Runner, units: Sequence[Unit], minutes: float) -> list[str]:
-    left = [u.key for u in units if u.key not in runner.journal and u.arm.name not in runner.refused]
-    _say(f"{len(left)} runs do not fit into {minutes:g} minutes; start again with the same folder to do them:")
-    for key in left:
-        print(f"  {key}", file=sys.stderr)
+    left = [u.key for u in units if u.key not in runner.journal and u.arm.owner not in runner.refused]
+    _say("\n  ".join([f"{len(left)} runs do not fit into {minutes:g} minutes; another start does them:", *left]))
     return left
 
 

@@ -38,6 +38,11 @@ class Arm:
     trial_of: str = ""
 
     @property
+    def owner(self) -> str:
+        """The name of the arm that this one is, or is tried out for."""
+        return self.trial_of or self.name
+
+    @property
     def method(self) -> str | None:
         return self.config["method"] if self.config else None
 

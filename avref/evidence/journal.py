@@ -21,7 +21,8 @@ class Journal:
         self.settings = json.loads(json.dumps(settings))  # as they look once they were written
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._whole_lines()
-        if not lines:
+        self.begun = not lines  # by this call
+        if self.begun:
             self._write({"settings": self.settings})
             return
         self._check(lines[0].get("settings"))
