@@ -1,4 +1,4 @@
-"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, bench, train, trace."""
+"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, bench, train, trace, vllm-args."""
 
 from __future__ import annotations
 
@@ -98,6 +98,19 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--max-tokens", type=int, default=192, help="tokens per answer")
     trace.add_argument("--seed", type=int, default=0)
     trace.add_argument("--output", type=Path, default=Path("trace.npz"))
+
+    vllm = commands.add_parser("vllm-args", help="the vLLM command of a configuration, and what differs there")
+    vllm.add_argument("--model", default="smollm2", help="target: smollm2, a folder, or a hub id")
+    vllm.add_argument("--method", default="dflash", help="drafter family")
+    vllm.add_argument("--drafter", default=None, help="drafter folder or hub id")
+    vllm.add_argument("--num-speculative-tokens", type=int, default=7)
+    vllm.add_argument("--draft-sample-method", default="probabilistic", help="probabilistic or greedy")
+    vllm.add_argument("--fixed", action="store_true", help="verify every draft: no adaptive verification")
+    vllm.add_argument("--settings", default="{}", metavar="JSON", help="other keys of a speculative_config, as JSON")
+    vllm.add_argument("--max-num-seqs", type=int)
+    vllm.add_argument("--max-model-len", type=int)
+    vllm.add_argument("--dtype")
+    vllm.set_defaults(run=_vllm_args)
     return parser
 
 
@@ -232,6 +245,22 @@ def _trace(a: argparse.Namespace) -> None:
     for name in (None, *trace.header["workloads"]):
         row = traces.overlap_by_position(trace, name)[0]
         print(f"{name or 'all':>14}  " + " ".join(f"{x:.3f}" for x in row))
+
+
+def _vllm_args(a: argparse.Namespace) -> None:
+    from avref.vllm_args import parse_settings, vllm_args
+
+    config = {
+        "method": a.method,
+        "model": a.drafter,
+        "num_speculative_tokens": a.num_speculative_tokens,
+        "draft_sample_method": a.draft_sample_method,
+        "enable_adaptive_verification": not a.fixed,
+        **parse_settings(a.settings),
+    }
+    made = vllm_args(config, a.model, max_num_seqs=a.max_num_seqs, max_model_len=a.max_model_len, dtype=a.dtype)
+    print(made)
+    print(made.report(), file=sys.stderr)
 
 
 def _speculative(a: argparse.Namespace) -> dict[str, Any]:

@@ -141,13 +141,12 @@ def test_rows_follow_accepted_tokens_only() -> None:
 
 def test_move_copies_and_enter_starts_anew() -> None:
     drafter = drafter_on([1, 2, 3, 1], [5, 6, 8, 5])
-    propose(drafter, [2, 6], 3)
-    verdict(drafter, [2, 6], [[], []], [0, 0])
     drafter.move(1, 0)
+    verdict(drafter, [6, 7], [[], []], [0, 0])  # from here on the two rows differ
+    assert propose(drafter, [8, 6], 3).tokens.tolist() == [[5, 6, 8], [8, 5, 7]]
     enter(drafter, [6, 9, 6], first_row=1)
-    proposal = propose(drafter, [8, 9], 3)
-    assert proposal.tokens.tolist() == [[5, 6, 8], [6, 9, 0]]
-    verdict(drafter, [8, 9], [[5], []], [1, 0])  # row 1 writes nothing into row 0
+    assert propose(drafter, [8, 9], 3).tokens.tolist() == [[5, 6, 8], [6, 9, 0]]
+    verdict(drafter, [8, 9], [[5], []], [1, 0])
     assert [h.tokens for h in drafter.history[:2]] == [[5, 6, 8, 5, 6, 8, 5], [6, 9, 6, 9]]
 
 
@@ -193,7 +192,8 @@ def test_padding_and_steps_without_a_proposal_are_never_counted() -> None:
     assert proposal.num_drafted == [2, 0]
     verdict(drafter, [6, 4], proposal.tokens.tolist(), [4, 1])  # whoever verifies padding learns nothing from it
     assert drafter.graded.sum() == 2 and drafter.graded[2, :2].tolist() == [1, 1]
-    verdict(drafter, [9, 9], [[], []], [0, 0])  # a step in which nothing was drafted
+    verdict(drafter, [9, 9], [[], [8]], [0, 1])  # a proposal has one verdict: this is on nothing of its own
+    verdict(drafter, [9, 9], [[8, 8], [8]], [1, 1])
     assert drafter.graded.sum() == 2
 
 

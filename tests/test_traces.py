@@ -331,7 +331,9 @@ def test_ngram_has_no_features_but_a_record() -> None:
     assert np.array_equal(trace.q_y, drafted & trace.known) and np.array_equal(trace.overlap, trace.q_y)
     assert (trace.head[~drafted] == -40).all()
     told = 1 / (1 + np.exp(-trace.head.astype(float)))  # Laplace's rule over the verdicts of all earlier offsets
-    assert told[drafted].min() == pytest.approx(0.5, abs=1e-3) and told[drafted].max() == pytest.approx(43 / 44, abs=0.03)
+    assert told[drafted].min() == pytest.approx(0.5, abs=1e-3) and told[drafted].max() == pytest.approx(
+        43 / 44, abs=0.03
+    )
     with pytest.raises(ValueError, match="ngram drafter of this trace has no logits"):
         traces.features(trace)
     outcome = Replay(trace, CHEAP, Policy.adaptive(confidence="head"), num_requests=2).run()

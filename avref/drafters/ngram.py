@@ -102,7 +102,7 @@ class NGram:
             self.history[row].append(chunk[:n])
 
     def grade(self, row: int, num_accepted: int, num_verified: int) -> None:
-        """Count this step's verdict: position k is graded when k <= accepted and k < verified."""
+        """Count the verdict on the row's newest proposal, once: k is graded when k <= accepted and k < verified."""
         (n, num_drafted), self.proposed[row] = self.proposed[row], (0, 0)
         self.graded[n, : min(num_accepted + 1, num_verified, num_drafted)] += 1
         self.accepted[n, : min(num_accepted, num_drafted)] += 1

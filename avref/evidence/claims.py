@@ -7,13 +7,9 @@ claim is confirmed when every pair on which it can be measured confirms it. Clai
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from tabulate import tabulate
 
 from avref.evidence.resampling import Estimate, summary
 

@@ -65,7 +65,10 @@ def run(
     drafter = train(trained, llm.model, data, output, settings)
     folder = output / "out"
     weights.save(drafter, folder, method, llm.name)
-    held_out = {f"{p:g}": held_out_overlap(llm, method, folder, top_p=p, **HELD_OUT) for p in (0.95, 1.0)}
+    held_out = {
+        f"{p:g}": held_out_overlap(llm, method, folder, num_speculative_tokens=settings.depth, top_p=p, **HELD_OUT)
+        for p in (0.95, 1.0)
+    }
     curve: list[dict[str, Any]] = json.loads((output / "curve.json").read_text())
     parts = [f"python -m avref train {method} --model {llm.name} --prompts {num_prompts} --texts {num_texts}"]
     parts += [f"--steps {settings.steps}"] + ([f"--init {init}"] if init else [])

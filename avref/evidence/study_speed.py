@@ -1,0 +1,259 @@
+"""Claims on throughput, by replay: what the engine itself does on a user's machine is the bench's to say.
+
+Every claim is answered under two tables: the one measured on two CPU cores, which ends at 32 requests, and the
+published B300 profile at 64. A pair's drafter pays what its family would (`tables.drafting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from avref.cost_table import CostTable
+from avref.evidence import simulate, tables
+from avref.evidence.claims import CONFIRMED, FAILED, Row, absent, judged
+from avref.evidence.pair import Pair
+from avref.evidence.replay import Policy, Replay
+from avref.evidence.resampling import Estimate, Floats, estimate, ratio
+from avref.evidence.simulate import Measured
+from avref.evidence.trace_file import Array
+
+SETTINGS: Mapping[str, Sequence[int]] = {"measured": (1, 4, 16, 32), "b300": (1, 4, 16, 64)}
+FRONTIER = 5 / 7  # of the concurrencies, as in the article
+TIE = 0.03
+ADAPTIVE, FULL, HEAD, ORACLE, PLAIN = "adaptive", "adaptive, always drafts K", "head", "oracle", "none"
+
+
+class Watched(Replay):
+    """A replay that counts, by answer, at which position requests are first trimmed: `trimmed` [A, K]."""
+
+    trimmed: Array
+
+    def _count(self, run: Any, drafted: Array, admitted: Array, accepted: Array, verified: Array) -> None:
+        if not hasattr(self, "trimmed"):
+            self.trimmed = np.zeros((len(self.trace.num_tokens), self.num_positions))
+        cut = admitted < drafted
+        np.add.at(self.trimmed, (run.answer[cut], admitted[cut]), 1.0)
+        super()._count(run, drafted, admitted, accepted, verified)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """One pair under one table: every arm at every number of requests, and every workload at the highest load."""
+
+    pair: Pair
+    table_name: str
+    table: CostTable
+    arms: Mapping[int, Mapping[str, Measured]]
+    workloads: Mapping[str, Mapping[str, Measured]]
+    trimmed: Array  # [A, K] at the highest load
+    one_pass: Mapping[str, Measured] = field(default_factory=dict)  # the highest load, if a block took one pass
+
+    @property
+    def top(self) -> int:
+        return max(self.arms)
+
+    @property
+    def fixed(self) -> list[str]:
+        return [f"fixed-{k}" for k in range(1, self.pair.trace.num_positions + 1)]
+
+    def speed(self, requests: int, arm: str) -> Floats:
+        """Tokens per second on every resample of the held-out answers, [num + 1]."""
+        return self.arms[requests][arm].resampled(self.pair.weights)
+
+    def over(self, requests: int, arm: str, other: str) -> Floats:
+        return self.speed(requests, arm) / self.speed(requests, other)
+
+    def best(self, requests: int, names: Sequence[str]) -> str:
+        return max(names, key=lambda name: self.speed(requests, name)[0])
+
+
+def policies(pair: Pair) -> dict[str, Policy]:
+    own = simulate.own_confidence(pair.trace)
+    made = {PLAIN: Policy.none(), **{f"fixed-{k}": Policy.fixed(k) for k in range(1, pair.trace.num_positions + 1)}}
+    if own:
+        made[FULL] = Policy.adaptive(confidence=own, adaptive_drafting=False)
+        made[ADAPTIVE] = Policy.adaptive(confidence=own)
+    if own == "estimator" and pair.trace.head is not None:
+        made[HEAD] = Policy.adaptive(confidence="head", adaptive_drafting=False)
+    return made
+
+
+def sweep(pair: Pair, name: str, *, requests: Sequence[int] = (), effort: float = 1.0) -> Sweep:
+    """Measure a pair under a table; effort scales the number of decode steps."""
+    levels = tuple(requests) or SETTINGS[name]
+    table = tables.named(name, pair.trace, max(levels))
+    learned = pair.fitted() if pair.has_logits else None
+
+    def run(policy: Policy, at: int, answers: Array, costs: CostTable = table, **more: Any) -> Measured:
+        steps = max(24, int(effort * np.clip(6000 // at, 110, 900)))
+        start = simulate.warmed(policy, pair.trace, learned)
+        return simulate.measure(
+            pair.trace, costs, start, at, answers, warmup=pair.first, num_steps=steps, seed=at, **more
+        )
+
+    own, top, seen = policies(pair), max(levels), {}
+    arms = {r: {arm: run(policy, r, pair.second) for arm, policy in own.items()} for r in levels}
+    arms[top][ORACLE] = run(Policy.adaptive(confidence="oracle", adaptive_drafting=False), top, pair.second)
+    if FULL in own:
+
+        def watching(*a: Any, **k: Any) -> Replay:
+            seen["replay"] = Watched(*a, **k)
+            return seen["replay"]
+
+        run(own[FULL], top, pair.second, replay=watching)
+    workloads = {}
+    for workload in pair.trace.header["workloads"]:
+        answers = np.intersect1d(pair.trace.answers_of(workload), pair.second)
+        if len(answers):
+            names = [n for n in (f"fixed-{pair.trace.num_positions}", FULL) if n in own]
+            workloads[workload] = {n: run(own[n], top, answers) for n in names}
+    one_pass = {}
+    if FULL in own and pair.trace.header["method"] not in (*tables.ONE_PASS, "ngram"):
+        whole = tables.drafting(_profiled(name, top, pair.trace.num_positions), "dflash", pair.trace.num_positions)
+        one_pass = {n: run(own[n], top, pair.second, whole) for n in (PLAIN, FULL)}
+    trimmed = seen["replay"].trimmed if seen else np.zeros((0, 0))
+    return Sweep(pair, name, table, arms, workloads, trimmed, one_pass)
+
+
+def _profiled(name: str, top: int, num_positions: int) -> CostTable:
+    from avref.evidence import hardware
+
+    return hardware.measured() if name == "measured" else hardware.published_b300(max_requests=top)
+
+
+# ---- claims ----
+def _label(s: Sweep, at: int | None = None) -> str:
+    machine = {"measured": "2 cores", "b300": "B300"}.get(s.table_name, s.table_name)
+    return f"{s.pair.name}, {machine}" + (f", {at} requests" if at else "")
+
+
+def rows(s: Sweep) -> dict[str, Row]:
+    """Every claim's row for one pair under one table."""
+    if FULL not in s.arms[s.top]:
+        why = "the drafter has neither logits nor a record of its own, so nothing to decide by"
+        return {f.__name__: absent(_label(s), why) for f in _CLAIMS}
+    return {f.__name__: f(s) for f in _CLAIMS}
+
+
+def position_1(s: Sweep) -> Row:
+    if not s.trimmed.sum():
+        return absent(_label(s, s.top), "nothing was trimmed")
+    share = estimate(ratio(s.trimmed[:, 0], s.trimmed.sum(axis=1), s.pair.weights))
+    total = s.trimmed.sum(axis=0) / s.trimmed.sum()
+    ours = "first trimmed at positions 1, 2, ...: " + " ".join(f"{x:.2f}" for x in total)
+    return judged(_label(s, s.top), ours, share, below=1 / s.pair.trace.num_positions, by_position=total.tolist())
+
+
+def beats_fixed(s: Sweep) -> Row:
+    fixed = s.fixed[-1]
+    gains = {
+        w: estimate(arms[FULL].resampled(s.pair.weights) / arms[fixed].resampled(s.pair.weights))
+        for w, arms in s.workloads.items()
+    }
+    least = min(gains.values(), key=lambda e: e.low)
+    ours = ", ".join(f"{w} {e.text(2)}" for w, e in gains.items())
+    return judged(_label(s, s.top), ours, least, above=1.0, **gains)
+
+
+def gains_with_load(s: Sweep) -> Row:
+    gains = {r: s.over(r, FULL, s.fixed[-1]) for r in s.arms}
+    ours = ", ".join(f"{r}: {estimate(g).text(2)}" for r, g in gains.items())
+    return judged(_label(s), "over fixed K at " + ours, estimate(gains[s.top] - gains[min(gains)]), above=0.0)
+
+
+def tie(s: Sweep) -> Row:
+    if HEAD not in s.arms[s.top]:
+        return absent(_label(s), "this drafter has no confidence head")
+    found = {r: estimate(s.over(r, FULL, HEAD)) for r in s.arms}
+    furthest = max(found.values(), key=lambda e: abs(e.value - 1))
+    ours = ", ".join(f"{r}: {e.text(2)}" for r, e in found.items())
+    return judged(_label(s), ours, furthest, above=1 - TIE, below=1 + TIE)
+
+
+def pareto(s: Sweep) -> Row:
+    """A point is on the frontier when no fixed length at any concurrency has both more tokens/s and more per user."""
+    both = {(r, a): (s.speed(r, a), s.speed(r, a) / r) for r in s.arms for a in (PLAIN, FULL, ADAPTIVE, *s.fixed)}
+    share, where = {}, {}
+    for arm in (FULL, ADAPTIVE):
+        on = [
+            ~np.any([(y > both[r, arm][0]) & (u > both[r, arm][1]) for (_, a), (y, u) in both.items() if "fixed" in a], 0)
+            for r in s.arms
+        ]
+        share[arm], where[arm] = np.mean(on, axis=0), [r for r, here in zip(s.arms, on, strict=True) if here[0]]
+    ours = "; ".join(f"{arm}: at {len(where[arm])} of {len(s.arms)} ({where[arm]})" for arm in share)
+    value = estimate(share[FULL])
+    verdict = CONFIRMED if value.value >= FRONTIER else FAILED
+    return Row(_label(s), ours, verdict, "", value, {"with adaptive drafting": estimate(share[ADAPTIVE])})
+
+
+def smaller_fixed(s: Sweep) -> Row:
+    if len(s.fixed) < 2:
+        return absent(_label(s), "K is 1")
+    found = {r: s.best(r, s.fixed[:-1]) for r in s.arms}
+    gains = {r: estimate(s.over(r, name, FULL)) for r, name in found.items()}
+    most = max(gains, key=lambda r: gains[r].low)
+    ours = ", ".join(f"{r}: {found[r]} {e.text(2)}" for r, e in gains.items())
+    row = judged(_label(s), ours, gains[most], above=1.0)
+    return row if row.verdict == CONFIRMED else Row(row.pair, ours, FAILED, "at none of these", gains[most])
+
+
+def token_by_token(s: Sweep) -> Row:
+    if not s.one_pass:
+        return absent(_label(s, s.top), "this drafter makes its block in one pass, or in none")
+    own = s.over(s.top, FULL, PLAIN)
+    other = s.one_pass[FULL].resampled(s.pair.weights) / s.one_pass[PLAIN].resampled(s.pair.weights)
+    ours = f"{estimate(own).text(2)} of no speculation, {estimate(other).text(2)} if the block took one pass"
+    return judged(_label(s, s.top), ours, estimate(own - other), below=0.0)
+
+
+def oracle(s: Sweep) -> Row:
+    value = estimate(s.over(s.top, FULL, ORACLE))
+    return judged(_label(s, s.top), value.text(), value, above=0.95)
+
+
+def never_slower(s: Sweep) -> Row:
+    return _least(s, {r: (PLAIN, s.over(r, ADAPTIVE, PLAIN)) for r in s.arms})
+
+
+def hindsight(s: Sweep) -> Row:
+    best = {r: s.best(r, [PLAIN, *s.fixed]) for r in s.arms}
+    return _least(s, {r: (name, s.over(r, ADAPTIVE, name)) for r, name in best.items()})
+
+
+def _least(s: Sweep, found: Mapping[int, tuple[str, Floats]]) -> Row:
+    known = {r: (name, estimate(g)) for r, (name, g) in found.items()}
+    least = min(known.values(), key=lambda item: item[1].low)[1]
+    ours = ", ".join(f"{r}: {e.text(2)} of {name}" for r, (name, e) in known.items())
+    return judged(_label(s), ours, least, above=0.97)
+
+
+_CLAIMS = (
+    position_1,
+    beats_fixed,
+    gains_with_load,
+    tie,
+    pareto,
+    smaller_fixed,
+    token_by_token,
+    oracle,
+    never_slower,
+    hindsight,
+)
+
+
+def figures(s: Sweep) -> dict[str, Any]:
+    """What the figures draw: tokens/s by arm and requests, and the gain of each workload."""
+    gain = {
+        w: estimate(a[FULL].resampled(s.pair.weights) / a[s.fixed[-1]].resampled(s.pair.weights))
+        for w, a in s.workloads.items()
+        if FULL in a
+    }
+    speeds: dict[str, dict[int, Estimate]] = {}
+    for r in s.arms:
+        for arm in s.arms[r]:
+            speeds.setdefault(arm, {})[r] = estimate(s.speed(r, arm))
+    return {"pair": s.pair.name, "table": s.table_name, "speeds": speeds, "workloads": gain}
