@@ -1,4 +1,5 @@
-"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, bench, train, trace, vllm-args."""
+"""`python -m avref COMMAND`: quickstart, generate, profile, selfcheck, bench, train, trace, vllm-args,
+simulate, study."""
 
 from __future__ import annotations
 
@@ -111,7 +112,26 @@ def _parser() -> argparse.ArgumentParser:
     vllm.add_argument("--max-model-len", type=int)
     vllm.add_argument("--dtype")
     vllm.set_defaults(run=_vllm_args)
+    _studies(commands)
     return parser
+
+
+def _studies(commands: Any) -> None:
+    text = "replay a trace under a cost table: every arm, from one request to thousands, and an oracle"
+    simulate = commands.add_parser("simulate", help=text, description=text)
+    simulate.add_argument("--trace", default="dflash", help="name of a shipped trace, or an .npz file")
+    simulate.add_argument("--table", default="measured", help="measured, b300, t4, a100, h100, h200, or a file")
+    simulate.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="running at once")
+    simulate.add_argument("--output", type=Path, default=Path("simulate"), help="folder for table, numbers and figure")
+    simulate.set_defaults(run=_simulate)
+
+    text = "the article's claims and ours, measured on traces (about 2 minutes)"
+    study = commands.add_parser("study", help=text, description=text)
+    study.add_argument("--traces", nargs="+", default=[], metavar="NAME", help="names or files (all that are shipped)")
+    study.add_argument(
+        "--output", type=Path, default=Path("figures"), help="folder for claims.md, claims.json, figures"
+    )
+    study.set_defaults(run=_study)
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -261,6 +281,26 @@ def _vllm_args(a: argparse.Namespace) -> None:
     made = vllm_args(config, a.model, max_num_seqs=a.max_num_seqs, max_model_len=a.max_model_len, dtype=a.dtype)
     print(made)
     print(made.report(), file=sys.stderr)
+
+
+def _simulate(a: argparse.Namespace) -> None:
+    from avref.evidence import simulate, tables, traces
+
+    trace = traces.load(a.trace)
+    result = simulate.simulate(trace, tables.named(a.table, trace, max(a.requests)), a.requests)
+    paths = simulate.save(result, a.output)
+    print(simulate.markdown(result))
+    print("wrote " + ", ".join(str(p) for p in paths))
+
+
+def _study(a: argparse.Namespace) -> None:
+    from avref.evidence import study
+
+    result = study.run(a.traces)
+    paths = study.save(result, a.output)
+    for claim in result["claims"]:
+        print(f"{claim['verdict']:>24}  {claim['statement']}")
+    print("wrote " + ", ".join(str(p) for p in paths))
 
 
 def _speculative(a: argparse.Namespace) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def plot_speeds(
     """Speed against one quantity, a line with dots for each of up to six curves; the axis starts at `bottom`."""
     figure, (axes,) = new_figure(size=(8.5, 3.6))
     for (name, values), color in zip(curves.items(), _BY_REQUESTS[1:], strict=False):
-        axes.plot(x, np.asarray(values), "o-", markersize=4, color=color, label=name)
+        axes.plot(x, np.asarray(values), "o-", markersize=4, color=POLICY_COLORS.get(name, color), label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_ylim(bottom=bottom)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

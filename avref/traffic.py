@@ -123,7 +123,7 @@ def simulate_damping(
         intercepts=intercepts,
         true_slope=TRUE_SLOPE,
         true_intercepts=data.intercepts[:used],
-        excess_log_loss=_excess_log_loss(estimate, truth, accepted),
+        excess_log_loss=excess_log_loss(estimate, truth, accepted),
         num_graded=graded,
         traffic=traffic,
         step=step,
@@ -131,7 +131,7 @@ def simulate_damping(
     )
 
 
-def _excess_log_loss(estimate: Tensor, truth: Tensor, accepted: Tensor) -> Tensor:
+def excess_log_loss(estimate: Tensor, truth: Tensor, accepted: Tensor) -> Tensor:
     """Mean KL divergence of the estimate from the truth over graded drafts: [rounds] from log-odds [rounds, N R, K]."""
     divergence = truth.sigmoid() * (truth - estimate) - softplus(truth) + softplus(estimate)
     graded = torch.arange(truth.shape[-1]) <= accepted[..., None]  # everything is verified

@@ -18,8 +18,12 @@ from avref.plots import plot_damping
 from avref.traffic import KINDS, DampingHistory, simulate_damping
 from avref.widgets_budget import BudgetExplorer as BudgetExplorer
 from avref.widgets_budget import budget_figure as budget_figure
+from avref.widgets_feature import FeatureExplorer as FeatureExplorer
+from avref.widgets_feature import feature_figure as feature_figure
 from avref.widgets_lossless import LosslessExplorer as LosslessExplorer
 from avref.widgets_lossless import lossless_figure as lossless_figure
+from avref.widgets_pareto import ParetoExplorer as ParetoExplorer
+from avref.widgets_pareto import pareto_figure as pareto_figure
 
 
 def damping_figure(

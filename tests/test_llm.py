@@ -111,7 +111,7 @@ def test_chat_needs_a_template(folder: Path) -> None:
     ("change", "message"),
     [
         ({"num_speculative_token": 3}, "'num_speculative_token'.*'num_speculative_tokens'"),
-        ({"method": "medusa"}, "'medusa'.*'draft_model', 'dflash'"),
+        ({"method": "medusa"}, "'medusa'.*'draft_model', 'eagle', 'mtp', 'dflash', 'dspark', 'layer_skip', 'ngram'"),
         ({"draft_sample_method": "beam"}, "'beam'.*'probabilistic', 'greedy'"),
         ({"budget_rule": "best"}, "'best'.*'lookahead', 'stale', 'early_stop'"),
         ({"feature": "q"}, "'q'.*'logit_q_max'"),
@@ -133,7 +133,7 @@ def test_bad_speculative_config(change: dict[str, Any], message: str, target: An
 
 
 def test_other_bad_configurations(target: Any) -> None:
-    with pytest.raises(ValueError, match=r"needs a 'method'.*draft_model, dflash"):
+    with pytest.raises(ValueError, match=r"needs a 'method'.*draft_model, eagle"):
         make(target, {"num_speculative_tokens": 3})
     with pytest.raises(ValueError, match="str; give a dictionary"):
         make(target, "dflash")
@@ -343,7 +343,7 @@ def test_a_saved_drafter_works(saved: Path, target: Any) -> None:
 
 
 def test_more_drafts_than_the_block_that_was_trained(saved: Path, target: Any) -> None:
-    with pytest.raises(ValueError, match=r"num_speculative_tokens=5.*blocks of 4; use at most that many"):
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=5.*trained to draft 4 tokens; use at most that many"):
         make(target, dflash_config(str(saved), num_speculative_tokens=5))
 
 

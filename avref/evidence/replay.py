@@ -95,12 +95,20 @@ class _Run:
 class Replay:
     """One policy at work on a trace. What it learns (estimator, budget, depth) stays from run to run, as in `LLM`.
 
-    num_requests: R, requests running at once. Raises ValueError when the trace lacks what the policy reads, or has
-    shorter blocks than it drafts, and for an R outside the cost table.
+    num_requests: R, requests running at once. believed: the table that decisions read, where it is not the one that
+    counts the time (None: the same). Raises ValueError when the trace lacks what the policy reads, or has shorter
+    blocks than it drafts, and for an R outside the cost table.
     """
 
     def __init__(
-        self, trace: Trace, cost_table: CostTable, policy: Policy, *, num_requests: int, seed: int = 0
+        self,
+        trace: Trace,
+        cost_table: CostTable,
+        policy: Policy,
+        *,
+        num_requests: int,
+        seed: int = 0,
+        believed: CostTable | None = None,
     ) -> None:
         k = trace.num_positions
         if not 1 <= num_requests <= cost_table.max_requests:
@@ -109,6 +117,7 @@ class Replay:
             if value is not None and not 0 <= value <= k:
                 raise ValueError(f"the policy's {name} is {value}; this trace has blocks of {k} drafts")
         self.trace, self.cost_table, self.policy, self.max_num_seqs = trace, cost_table, policy, num_requests
+        self.believed = believed or cost_table
         self.num_positions, self.generator = k, np.random.default_rng(seed)
         self.accept = np.nan_to_num(traces.accept_probability(trace))  # [N, K], 0 past the end of an answer
         self.scores = scores(trace, policy) if policy.decides else None  # [N, K]
@@ -196,7 +205,7 @@ class Replay:
 
     def _depth(self, deepest: int, num_requests: int) -> int:
         if self.depth is not None and not self._probes():
-            deepest = self.depth.choose(self.step_count, num_requests, deepest, self.cost_table)
+            deepest = self.depth.choose(self.step_count, num_requests, deepest, self.believed)
         return deepest if self.policy.depth is None else min(self.policy.depth, deepest)
 
     def _probes(self) -> bool:
@@ -234,11 +243,11 @@ class Replay:
         capacities, found = torch.from_numpy(capacity), torch.from_numpy(drafted)
         live = live.masked_fill(torch.arange(deepest) >= found[:, None], 0.0)
         request_ids = ids.tolist()
-        budget = self.budget.choose(live, capacities, request_ids, self.cost_table)
+        budget = self.budget.choose(live, capacities, request_ids, self.believed)
         admitted = allocate(live, budget, found).numpy()
         self.budget.record(live, capacities, found, request_ids)
         if self.depth is not None:
-            self.depth.learn(live.numpy(), capacity, self.cost_table)
+            self.depth.learn(live.numpy(), capacity, self.believed)
         return features, admitted
 
     def _count(self, run: _Run, drafted: Array, admitted: Array, accepted: Array, verified: Array) -> None:

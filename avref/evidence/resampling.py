@@ -59,6 +59,12 @@ def ratio(numerator: Floats, denominator: Floats, weights: Floats) -> Floats:
         return np.asarray((weights @ numerator) / (weights @ denominator))
 
 
+def by_answer(values: npt.ArrayLike, answers: npt.ArrayLike, num_answers: int) -> Floats:
+    """Sums of `values` [M] by the answer [M] that they belong to, [A]."""
+    weights = np.asarray(values, dtype=np.float64)
+    return np.asarray(np.bincount(np.asarray(answers), weights=weights, minlength=num_answers), dtype=np.float64)
+
+
 class ScoreSums:
     """What AUC, log-loss and ECE of some labelled drafts need, by answer.
 
@@ -103,7 +109,7 @@ class ScoreSums:
         return wins
 
     def _by_answer(self, values: Floats) -> Floats:
-        return np.bincount(self.answers, weights=values, minlength=self.num_answers)
+        return by_answer(values, self.answers, self.num_answers)
 
 
 def summary(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ The tables are those of `tables`: what drafting costs there is made to fit the t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from tabulate import tabulate
 from avref.cost_table import CostTable
 from avref.evidence import fits, traces
 from avref.evidence.replay import Outcome, Policy, Replay
-from avref.evidence.resampling import Floats, summary
+from avref.evidence.resampling import Floats, ratio, summary
 from avref.evidence.trace_file import Array, Trace
 
 REQUESTS = (1, 4, 16, 64, 256)
-WARMUP_STEPS = 48
+WARMUP_STEPS = 32
 REQUEST_STEPS, FEWEST, MOST = 12_000, 200, 1500  # steps: so many request steps, but not fewer and not more
 
 
@@ -42,16 +42,20 @@ class Measured:
     def tokens_per_s(self) -> float:
         return self.outcome.tokens_per_s
 
-    def resampled(self, weights: Floats, answers: Array | None = None) -> Floats:
+    def resampled(self, weights: Floats, beside: Measured | None = None) -> Floats:
         """Tokens per second on every resample of the answers, [num + 1] from weights [num + 1, A].
 
         R requests are under way, each through one answer after the other: R sum(tokens) / sum(ms) (Little's law). How
-        an answer's speed depends on the company it has is not resampled.
+        an answer's speed depends on the company it has is not resampled. beside: count the answers only that another
+        measurement finished too.
         """
-        done = np.isfinite(self.ms) & (np.isin(np.arange(len(self.ms)), answers) if answers is not None else True)
-        num = weights @ np.where(done, self.tokens, 0.0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.asarray(1e3 * self.num_requests * num / (weights @ np.where(done, self.ms, 0.0)))
+        done = np.isfinite(self.ms) & (True if beside is None else np.isfinite(beside.ms))
+        tokens, ms = (np.where(done, x, 0.0) for x in (self.tokens, self.ms))
+        return 1e3 * self.num_requests * ratio(tokens, ms, weights)
+
+    def over(self, other: Measured, weights: Floats) -> Floats:
+        """Tokens per second over those of another arm, on the answers that both finished, [num + 1]."""
+        return self.resampled(weights, other) / other.resampled(weights, self)
 
 
 # ---- arms ----
@@ -108,14 +112,15 @@ def measure(
     warmup: Array | None = None,
     num_steps: int | None = None,
     seed: int = 0,
-    replay: type[Replay] = Replay,
+    replay: Callable[..., Replay] = Replay,
+    **options: Any,
 ) -> Measured:
     """Run one arm on some answers, after a few steps on the `warmup` answers.
 
-    num_steps: how many; None: enough for 12,000 request steps, between 200 and 1,500.
+    num_steps: how many; None: enough for 12,000 request steps, between 200 and 1,500. options go to `replay`.
     """
     steps = num_steps or int(np.clip(REQUEST_STEPS // num_requests, FEWEST, MOST))
-    run = replay(trace, table, policy, num_requests=num_requests, seed=seed)
+    run = replay(trace, table, policy, num_requests=num_requests, seed=seed, **options)
     if warmup is not None and policy.decides:
         run.run(WARMUP_STEPS, answers=warmup)
     return by_answer(run.run(steps, answers=answers), num_requests, len(trace.num_tokens))
@@ -193,7 +198,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         for r in result["rows"]
     ]
     table = tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=("right", "left", *["right"] * 7))
-    setting = f"{h['target']} with {h['method']} ({h['draft_sample_method']} drafting), replayed under the cost table of "
+    setting = (
+        f"{h['target']} with {h['method']} ({h['draft_sample_method']} drafting), replayed under the cost table of "
+    )
     setting += f"{about.get('machine', 'a machine not named')}. Drafted, verified, accepted: per request and step."
     left = ["", "Left out:", "", *(f"- {what}" for what in result["left_out"])] if result["left_out"] else []
     return "\n".join([setting, "", table, *left]) + "\n"

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from avref.estimator import OnlineAcceptanceEstimator
 from avref.evidence import fits
 from avref.evidence.claims import CONFIRMED, FAILED, Row, absent, judged
 from avref.evidence.pair import FEATURE, Pair
-from avref.evidence.resampling import Floats, estimate, ratio
+from avref.evidence.resampling import Floats, by_answer, estimate, ratio
 from avref.evidence.study_scores import NO_LOGITS
 
-REFITS = 60  # resamples that are fitted anew
+REFITS = 40  # resamples that are fitted anew
 ROUND = 100  # decode steps
 AT = (8, 32)  # requests running at once in the online runs
-PASSES = {8: 4, 32: 8}  # over the held-out answers, each with verdicts of its own: a round takes 100 x 8 or 3,200 blocks
+PASSES = {
+    8: 4,
+    32: 8,
+}  # over the held-out answers, each with verdicts of its own: a round takes 100 x 8 or 3,200 blocks
 FEWEST_WORKLOADS = 3
 
 
@@ -43,16 +45,15 @@ def coefficients(pair: Pair, answers: np.ndarray, seed: int = 0) -> Coefficients
     values, drafts = pair.values(FEATURE), pair.drafts.of(answers)
     whole = fits.fit(values, drafts)
     weights = pair.resampled(answers, REFITS, seed)
-    again = [fits.fit(values, drafts.drawn(w), start=whole, rounds=4) for w in weights[1:]]
+    again = [fits.fit(values, drafts.drawn(w), start=whole, rounds=3) for w in weights[1:]]
     all_fits = [whole, *again]
     entropy = -pair.values("entropy")[drafts.row, drafts.position]
-    by_answer = np.bincount(drafts.answer, weights=entropy, minlength=drafts.num_answers)
-    counts = np.bincount(drafts.answer, minlength=drafts.num_answers)
+    sums, counts = (by_answer(x, drafts.answer, drafts.num_answers) for x in (entropy, np.ones(len(drafts))))
     return Coefficients(
         np.array([float(e.slope) for e in all_fits]),
         np.array([float(e.intercepts[0]) for e in all_fits]),
         whole.intercepts.tolist(),
-        ratio(by_answer, counts, weights),
+        ratio(sums, counts, weights),
         float(drafts.label.mean()),
     )
 
@@ -78,7 +79,7 @@ def slope_stable(pair: Pair, found: Mapping[str, Coefficients]) -> Row:
     r_slope, r_first = _correlation(slope, entropy), _correlation(first, entropy)
     ours = f"slope {slope[:, 0].min():.2f} to {slope[:, 0].max():.2f}, r = {r_slope[0]:.2f}; "
     ours += f"first intercept {first[:, 0].min():+.2f} to {first[:, 0].max():+.2f}, r = {estimate(r_first).text(2)}"
-    row = judged(pair.name, ours, estimate(r_first), below=-0.5, slope=estimate(r_slope))
+    row = judged(pair.name, ours, estimate(r_first), below=-0.5, details={"slope": estimate(r_slope)})
     if row.verdict == "confirmed" and abs(r_slope[0]) >= abs(r_first[0]):
         return Row(pair.name, ours, "not confirmed", "the slope follows the entropy as much", row.value, row.details)
     return row
@@ -125,8 +126,12 @@ def served(pair: Pair, answers: np.ndarray, at: int) -> tuple[fits.Drafts, np.nd
         parts.append(drafts)
         turns.append(turn + base)
         base += int(turn.max()) + 1
-    joined = [np.concatenate([getattr(p, n) for p in parts]) for n in ("row", "position", "answer", "label")]
-    return fits.Drafts(*joined, parts[0].num_positions, parts[0].num_answers), np.concatenate(turns)
+    row, position, answer, label = (
+        np.concatenate([getattr(p, n) for p in parts]) for n in ("row", "position", "answer", "label")
+    )
+    return fits.Drafts(row, position, answer, label, parts[0].num_positions, parts[0].num_answers), np.concatenate(
+        turns
+    )
 
 
 def warm(pair: Pair, **settings: Any) -> OnlineAcceptanceEstimator:
@@ -144,11 +149,10 @@ def online_fit(pair: Pair) -> Row:
         drafts, turn = served(pair, pair.second, at)
         run = fits.online(values, drafts, turn, ROUND * at, warm(pair))
         best = fits.predict(fits.fit(values, drafts, start=pair.fitted()), values, drafts)
-        ours, theirs = drafts.scores(run.predictions), drafts.scores(best)
-        found[at] = estimate(ratio(ours.loss - theirs.loss, ours.count, pair.weights))
+        online, constant = drafts.scores(run.predictions), drafts.scores(best)
+        found[at] = estimate(ratio(online.loss - constant.loss, online.count, pair.weights))
     ours = "; ".join(f"{at} requests {found[at].text(4)}" for at in AT)
-    row = judged(pair.name, ours, found[AT[-1]], below=0.003, **{f"at {at}": found[at] for at in AT})
-    return row
+    return judged(pair.name, ours, found[AT[-1]], below=0.003, details={f"at {at}": found[at] for at in AT})
 
 
 def damping(pair: Pair, resamples: int = 16) -> Row:

@@ -12,7 +12,7 @@ from avref import exact
 from avref.estimator import OnlineAcceptanceEstimator
 from avref.evidence.claims import CONFIRMED, FAILED, Row, absent, judged
 from avref.evidence.pair import FEATURE, Pair
-from avref.evidence.resampling import Estimate, Floats, ScoreSums, estimate, ratio
+from avref.evidence.resampling import Estimate, Floats, ScoreSums, by_answer, estimate, ratio
 from avref.features import FEATURES
 
 LOSSLESS = [f.name for f in FEATURES.values() if f.lossless and f.name != "q_max"]  # those that are fitted
@@ -74,7 +74,7 @@ def no_fit(pair: Pair) -> Row:
         return absent(pair.name, NO_LOGITS)
     raw, fitted = pair.scores("no fit"), pair.scores(FEATURE)
     ece = raw.ece(pair.weights), fitted.ece(pair.weights)
-    mean = ratio(np.bincount(raw.answers, weights=raw.p, minlength=raw.num_answers), raw.count, pair.weights[:1])[0]
+    mean = ratio(by_answer(raw.p, raw.answers, raw.num_answers), raw.count, pair.weights[:1])[0]
     ours = f"ECE {ece[0][0]:.4f} against {ece[1][0]:.4f}; mean q_max {mean:.3f}, accepted {raw.y.mean():.3f}"
     return judged(pair.name, ours, estimate(ece[0] / ece[1]), above=2.0)
 
@@ -121,7 +121,9 @@ def shared_slope(pair: Pair) -> Row:
     loss = estimate(one.log_loss(pair.weights) - many.log_loss(pair.weights))
     auc = estimate(many.auc(pair.weights) - one.auc(pair.weights))
     slopes = pair.fitted(FEATURE, shared_slope=False).slope.tolist()
-    ours = f"log-loss {loss.text(4)}, AUC {auc.text(4)}; the {len(slopes)} slopes: {min(slopes):.2f} to {max(slopes):.2f}"
+    ours = (
+        f"log-loss {loss.text(4)}, AUC {auc.text(4)}; the {len(slopes)} slopes: {min(slopes):.2f} to {max(slopes):.2f}"
+    )
     return judged(pair.name, ours, loss, below=0.002)
 
 

@@ -62,7 +62,7 @@ def drafting(table: CostTable, method: str, num_positions: int) -> CostTable:
     if method == "layer_skip":
         one = SHARE * np.array([0.0, *(float(table.verify(r, r)) for r in requests[1:])])
     else:
-        one = np.array([table.draft(max(1, -(-r // num_positions))) for r in requests])
+        one = np.array([table.draft(max(1, -(-int(r) // num_positions))) for r in requests])
     depth = np.arange(num_positions + 1)
     if method in ONE_PASS:
         draft_ms = np.array([0.0, *(table.draft(r) for r in requests[1:])])[:, None] * (depth > 0)

@@ -1,0 +1,91 @@
+"""The feature explorer: how a feature goes with acceptance, and whether the confidence made of it is calibrated.
+
+It keeps one PNG image, as the other explorers do: nothing stacks up, and an exception in a callback is raised.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import ipywidgets as widgets
+import numpy as np
+from matplotlib.figure import Figure
+
+from avref import metrics
+from avref.evidence import traces
+from avref.evidence.fits import Drafts
+from avref.evidence.pair import FEATURE, Pair
+from avref.evidence.resampling import Floats
+from avref.features import FEATURES
+from avref.plot_style import png as _png
+from avref.plots_feature import FEWEST, plot_feature
+
+BINS = (5, 10, 15, 30, 60)
+
+
+def feature_figure(pair: Pair, *, feature: str = FEATURE, position: int = 0, num_bins: int = 15) -> Figure:
+    """The picture of `FeatureExplorer` at one setting; position counts from 1, and 0 stands for all.
+
+    Raises ValueError for a feature or a position that the pair does not have.
+    """
+    drafts, confidence = _predicted(pair, feature, position)
+    values = pair.values(feature)[drafts.row, drafts.position]
+    return plot_feature(feature, values, drafts.label, drafts.position, confidence, num_bins)
+
+
+def positions(pair: Pair) -> list[int]:
+    """Positions (from 1) at which the held-out half has enough drafts for a picture, of both labels."""
+    counts = np.bincount(pair.held.position, minlength=pair.trace.num_positions)
+    accepted = np.bincount(pair.held.position, weights=pair.held.label, minlength=pair.trace.num_positions)
+    return (np.flatnonzero((counts >= FEWEST) & (accepted > 0) & (accepted < counts)) + 1).tolist()
+
+
+class FeatureExplorer(widgets.VBox):
+    """Any of the eight features on a pair's held-out drafts, fitted on the other half (q_max as it is).
+
+    Left: acceptance and confidence against the feature by position; right: the reliability diagram. All fits are made
+    at the start, so that a control only draws. Source: article, section "Scoring the distribution" and its table.
+    """
+
+    def __init__(self, pair: Pair | None = None) -> None:
+        self.pair = Pair("dflash", traces.load("dflash")) if pair is None else pair
+        wide = {"description_width": "110px"}
+        self.feature = widgets.Dropdown(options=list(FEATURES), value=FEATURE, description="feature", style=wide)
+        places = [("all", 0), *((str(k), k) for k in positions(self.pair))]
+        self.position = widgets.ToggleButtons(options=places, description="draft position", style=wide)
+        self.num_bins = widgets.SelectionSlider(options=BINS, value=15, description="bins", style=wide)
+        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
+        self.summary = widgets.HTML()
+        for name in FEATURES:
+            _predicted(self.pair, name, 0)
+        controls = (self.feature, self.position, self.num_bins)
+        for control in controls:
+            control.observe(self.redraw, names="value")
+        super().__init__([*controls, self.summary, self.picture])
+        self.redraw()
+
+    def redraw(self, _change: Any = None) -> None:
+        """Score the drafts at the present settings and replace the picture."""
+        try:
+            feature, position, bins = self.feature.value, self.position.value, self.num_bins.value
+            self.picture.value = _png(feature_figure(self.pair, feature=feature, position=position, num_bins=bins))
+            drafts, c = _predicted(self.pair, feature, position)
+            y, kept = drafts.label, "lossless" if FEATURES[feature].lossless else "reads the drawn token: not lossless"
+            self.summary.value = (
+                f"{len(y):,} held-out drafts: AUC <b>{metrics.auc(y, c):.4f}</b>, log-loss "
+                f"<b>{metrics.log_loss(y, c):.4f}</b>, ECE <b>{metrics.ece(y, c, bins):.4f}</b> ({kept})"
+            )
+        except Exception as error:
+            self.summary.value = f"<b>redrawing failed:</b> {html.escape(str(error))}"
+            raise
+
+
+def _predicted(pair: Pair, feature: str, position: int) -> tuple[Drafts, Floats]:
+    """The held-out drafts of a position (0: all) and the confidence in each."""
+    if feature not in FEATURES:
+        raise ValueError(f"feature is {feature!r}; allowed are {', '.join(map(repr, FEATURES))}")
+    if position and position not in positions(pair):
+        raise ValueError(f"position {position} has too few held-out drafts; choose 0 (all) or one of {positions(pair)}")
+    drafts = pair.held.where(pair.held.position == position - 1) if position else pair.held
+    return drafts, pair.confidence("no fit" if feature == "q_max" else feature, drafts)

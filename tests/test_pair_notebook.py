@@ -1,0 +1,88 @@
+"""Notebook 08: the exercises' checkers, and what its text says of refusals, vLLM's settings and the toy pair."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from avref import exercises_pair as exercises
+from avref import models
+from avref.vllm_args import VLLM_DEFAULTS, VLLM_KEYS
+from tests import tiny
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "08_your_own_pair.ipynb"
+
+
+# ---- the exercises
+
+
+def for_vllm(config):
+    known = {key: config[key] for key in VLLM_KEYS if key in config}
+    return "--speculative-config " + shlex.quote(json.dumps(known))
+
+
+def clashes(target, drafter):
+    return sorted({token for token, _ in target.items() ^ drafter.items()})
+
+
+CHECKS = [
+    (exercises.check_accepted_needed, lambda plain, draft, verify: (draft + verify) / plain - 1),
+    (exercises.check_came_from_a_draft, lambda p, q: min(1, q / p)),
+    (exercises.check_clashes, clashes),
+    (exercises.check_for_vllm, for_vllm),
+]
+MISTAKES = [
+    (exercises.check_accepted_needed, lambda plain, draft, verify: verify / plain - 1),  # drafting is not free
+    (exercises.check_accepted_needed, lambda plain, draft, verify: (draft + verify) / plain),
+    (exercises.check_came_from_a_draft, lambda p, q: min(1, p / q)),  # the acceptance rule, not read backwards
+    (exercises.check_came_from_a_draft, lambda p, q: min(p, q)),
+    (exercises.check_clashes, lambda t, d: sorted(x for x in t if d.get(x) != t[x])),  # the drafter's own tokens
+    (exercises.check_clashes, lambda t, d: sorted(set(t) ^ set(d))),  # swapped ids
+    (exercises.check_clashes, lambda t, d: [] if len(t) == len(d) else sorted(t)),
+    (exercises.check_for_vllm, lambda c: f"--speculative-config '{json.dumps(c)}'"),  # the apostrophe
+    (exercises.check_for_vllm, lambda c: "--speculative-config " + shlex.quote(json.dumps(c))),  # keys of ours
+    (exercises.check_for_vllm, lambda c: "--speculative-config " + shlex.quote(str(c))),
+    (exercises.check_for_vllm, lambda c: json.dumps(c)),
+    (exercises.check_for_vllm, lambda c: "--speculative-config " + shlex.quote('{"method": "draft_model"}')),
+]
+
+
+@pytest.mark.parametrize(("check", "solution"), CHECKS)
+def test_a_solution_is_accepted(check, solution, capsys):
+    assert check(solution) is True
+    assert "right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("check", "mistake"), MISTAKES)
+def test_a_mistake_is_rejected_and_explained(check, mistake, capsys):
+    assert check(mistake) is False
+    out = capsys.readouterr().out
+    assert out.startswith("✗") and "not written" not in out
+
+
+def test_exercises_not_written_yet_are_told_so(capsys):
+    """As they stand in the notebook."""
+    cells = [c for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    unsolved = ["".join(c["source"]) for c in cells if "exercises.check_" in "".join(c["source"])]
+    assert len(unsolved) == len(CHECKS)
+    for source in unsolved:
+        exec(source, {"exercises": exercises})
+    assert capsys.readouterr().out.count("not written yet") == len(CHECKS)
+
+
+@pytest.mark.parametrize("change", [{}, {"b": 2, "c": 1}, {"<eos>": 3}])
+def test_the_clashes_of_exercise_3_are_what_loading_refuses(change):
+    words = ["a", "b", "<end>", "c"]
+    target = tiny.tokenizer(words)
+    drafter = tiny.tokenizer(sorted(words, key={**{w: i for i, w in enumerate(words)}, **change}.get))
+    if clashes(target.get_vocab(), drafter.get_vocab()):
+        with pytest.raises(ValueError, match="tokenizer differs"):
+            models.check_same_tokenizer(target, drafter)
+    else:
+        models.check_same_tokenizer(target, drafter)
+
+
+def test_the_notebook_names_the_settings_that_bring_vllm_s_back():
+    text = "".join("".join(c["source"]) for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"])
+    assert all(f"`{key}" in text for key in VLLM_DEFAULTS)
