@@ -116,10 +116,10 @@ def plot_throughput(studies: Mapping[str, Any]) -> Figure:
     tables, pairs = (list(dict.fromkeys(s[n] for s in speeds)) for n in ("table", "pair"))
     figure, panels = new_figure(len(tables), len(pairs), size=(2.7 * len(pairs) + 2.2, 2.9 * len(tables)), sharex="row")
     for axes, (table, pair) in zip(panels, ((t, p) for t in tables for p in pairs), strict=True):
-        own = next(s["speeds"] for s in speeds if s["table"] == table and s["pair"] == pair)
+        own = next(s["over_none"] for s in speeds if s["table"] == table and s["pair"] == pair)
         for arm, by_requests in own.items():
             levels = [r for r in by_requests if by_requests[r]["value"]]
-            y = [by_requests[r]["value"] / own["none"][r]["value"] for r in levels]
+            y = [by_requests[r]["value"] for r in levels]
             axes.plot([int(r) for r in levels], y, markersize=4, label=_name(arm), **_arm(arm))
         axes.set(xscale="log", title=f"{pair}, {TABLES.get(table, table)}" if len(pairs) < 4 else pair)
         axes.set_xticks(ticks := [int(r) for r in own["none"]], [str(r) for r in ticks])
@@ -170,12 +170,17 @@ def plot_tracking(studies: Mapping[str, Any]) -> Figure:
                 x = range(len(chosen))
                 axes.plot(x, [r["excess"] for r in chosen], line, color=color, label=f"{step}, every {interval}")
                 axes.set_xticks(x, [f"{r['damping']:g}" for r in chosen])
-        for name, style in (("constant", "--"), ("each round in hindsight", "-.")):
+        for name, style, label in (
+            ("constant", "--", "hindsight: one set of constants"),
+            ("each round in hindsight", "-.", "hindsight: each 100 steps fitted"),
+        ):
             value = next(r["excess"] for r in own if r["step"] == name)
-            axes.axhline(value, color="#009E73", linewidth=1.2, linestyle=style, label=f"hindsight: {name}")
+            axes.axhline(value, color="#009E73", linewidth=1.2, linestyle=style, label=label)
         low = min(r["excess"] for r in own)
         axes.set(yscale="log", ylim=(0.6 * low, min(2.0, 3 * max(r["excess"] for r in own))), title=kind)
         axes.set_xlabel("damping constant C (drafts)")
+        if max(r["excess"] for r in own) > 2:
+            axes.set_title(f"{kind} (lines that leave the picture diverge)")
     panels[0].set_ylabel("excess log-loss (nats per graded draft)")
     panels[-1].legend(**_OUTSIDE)
     return figure

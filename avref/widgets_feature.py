@@ -6,6 +6,7 @@ It keeps one PNG image, as the other explorers do: nothing stacks up, and an exc
 from __future__ import annotations
 
 import html
+from functools import lru_cache
 from typing import Any
 
 import ipywidgets as widgets
@@ -29,8 +30,7 @@ def feature_figure(pair: Pair, *, feature: str = FEATURE, position: int = 0, num
 
     Raises ValueError for a feature or a position that the pair does not have.
     """
-    drafts, confidence = _predicted(pair, feature, position)
-    values = pair.values(feature)[drafts.row, drafts.position]
+    drafts, values, confidence = _predicted(pair, feature, position)
     return plot_feature(feature, values, drafts.label, drafts.position, confidence, num_bins)
 
 
@@ -70,7 +70,7 @@ class FeatureExplorer(widgets.VBox):
         try:
             feature, position, bins = self.feature.value, self.position.value, self.num_bins.value
             self.picture.value = _png(feature_figure(self.pair, feature=feature, position=position, num_bins=bins))
-            drafts, c = _predicted(self.pair, feature, position)
+            drafts, _, c = _predicted(self.pair, feature, position)
             y, kept = drafts.label, "lossless" if FEATURES[feature].lossless else "reads the drawn token: not lossless"
             self.summary.value = (
                 f"{len(y):,} held-out drafts: AUC <b>{metrics.auc(y, c):.4f}</b>, log-loss "
@@ -81,11 +81,21 @@ class FeatureExplorer(widgets.VBox):
             raise
 
 
-def _predicted(pair: Pair, feature: str, position: int) -> tuple[Drafts, Floats]:
-    """The held-out drafts of a position (0: all) and the confidence in each."""
+def _predicted(pair: Pair, feature: str, position: int) -> tuple[Drafts, Floats, Floats]:
+    """The held-out drafts of a position (0: all), the feature at each, and the confidence in it."""
     if feature not in FEATURES:
         raise ValueError(f"feature is {feature!r}; allowed are {', '.join(map(repr, FEATURES))}")
     if position and position not in positions(pair):
         raise ValueError(f"position {position} has too few held-out drafts; choose 0 (all) or one of {positions(pair)}")
-    drafts = pair.held.where(pair.held.position == position - 1) if position else pair.held
-    return drafts, pair.confidence("no fit" if feature == "q_max" else feature, drafts)
+    values, confidence = _of_all(pair, feature)
+    if not position:
+        return pair.held, values, confidence
+    own = pair.held.position == position - 1
+    return pair.held.where(own), values[own], confidence[own]
+
+
+@lru_cache(maxsize=4 * len(FEATURES))
+def _of_all(pair: Pair, feature: str) -> tuple[Floats, Floats]:
+    """Feature and confidence of every held-out draft, [M] each."""
+    values = pair.values(feature)[pair.held.row, pair.held.position]
+    return values, pair.confidence("no fit" if feature == "q_max" else feature, pair.held)

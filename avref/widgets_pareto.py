@@ -158,9 +158,10 @@ def _summary(rows: Sequence[Row], floor: float) -> str:
     best, least = choices(rows, floor)
     met = best["tokens_per_s_per_user"] >= least
     ours = sum(on_frontier(r, rows) for r in rows if r["arm"].startswith("adaptive"))
+    together = f"{best['requests']} request{'s' * (best['requests'] > 1)} at once"
     return (
         f"{'most tokens/s' if met else 'none is fast enough; most per user'}: <b>{html.escape(best['arm'])}</b> with "
-        f"{best['requests']} request{'s' * (best['requests'] > 1)} at once, <b>{best['tokens_per_s']:,.0f}</b> tokens/s, "
+        f"{together}, <b>{best['tokens_per_s']:,.0f}</b> tokens/s, "
         f"{best['tokens_per_s_per_user']:,.1f} per user (wanted: {least:,.1f}); adaptive points on the frontier: {ours}"
     )
 

@@ -18,7 +18,7 @@ from avref.evidence.study_scores import NO_LOGITS
 REFITS = 40  # resamples that are fitted anew
 ROUND = 100  # decode steps
 AT = (8, 32)  # requests running at once in the online runs
-PASSES = {
+ROUNDS = 6  # at least so many, by going over the held-out answers again, with new verdicts each time
     8: 4,
     32: 8,
 }  # over the held-out answers, each with verdicts of its own: a round takes 100 x 8 or 3,200 blocks
@@ -119,9 +119,11 @@ def _spread(own: Mapping[str, Coefficients]) -> float:
 # ---- round by round ----
 def served(pair: Pair, answers: np.ndarray, at: int) -> tuple[fits.Drafts, np.ndarray]:
     """Drafts of several passes over some answers, verdicts drawn anew each time, and the number of each one's block."""
-    parts, turns, base = [], [], 0
-    for one in range(PASSES[at]):
-        drafts = fits.draw(pair.trace, seed=100 + one).of(answers)
+    parts: list[fits.Drafts] = []
+    turns: list[np.ndarray] = []
+    base = 0
+    while base < ROUNDS * ROUND * at:
+        drafts = fits.draw(pair.trace, seed=100 + len(parts)).of(answers)
         turn = fits.serving_order(pair.trace, drafts)
         parts.append(drafts)
         turns.append(turn + base)
@@ -129,9 +131,8 @@ def served(pair: Pair, answers: np.ndarray, at: int) -> tuple[fits.Drafts, np.nd
     row, position, answer, label = (
         np.concatenate([getattr(p, n) for p in parts]) for n in ("row", "position", "answer", "label")
     )
-    return fits.Drafts(row, position, answer, label, parts[0].num_positions, parts[0].num_answers), np.concatenate(
-        turns
-    )
+    joined = fits.Drafts(row, position, answer, label, parts[0].num_positions, parts[0].num_answers)
+    return joined, np.concatenate(turns)
 
 
 def warm(pair: Pair, **settings: Any) -> OnlineAcceptanceEstimator:
