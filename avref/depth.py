@@ -15,11 +15,13 @@ and a_d, b_d move towards A_d / R, B_d / R. This argmax looks back at survivals 
 about the present step's drafts is read, so the choice cannot bias them, and the emitted law stays the target's (a depth
 that depends on the drafts themselves does bias it: `exact.aggregate_early_stop`).
 
-A step drafted to depth d says nothing about deeper ones. So the first steps and every 16th are drafted in full.
+A step drafted to depth d says nothing about deeper ones. So the first steps are drafted in full, and later every 16th,
+or every 16 n-th where drafting is dear, so that looking costs at most 2 % of the time.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,9 @@ from avref.cost_table import CostTable
 Floats = npt.NDArray[np.float64]
 
 EXPLORE_EVERY = 16
-"""Every so many steps one is drafted in full, which keeps a_d and b_d of deeper d up to date."""
+"""Every so many steps, or a multiple of it, one is drafted in full: it keeps a_d and b_d of deeper d up to date."""
+EXPLORE_SHARE = 0.02
+"""Most of the time that this may cost, by the cost table."""
 
 
 class DraftDepth:
@@ -48,8 +52,12 @@ class DraftDepth:
 
     def choose(self, step: int, num_requests: int, deepest: int, cost_table: CostTable) -> int:
         """Depth for a step that may draft up to `deepest` positions; `step` counts decode steps from 0."""
-        explores = step % EXPLORE_EVERY == EXPLORE_EVERY - 1
-        if deepest == 0 or explores or self.seen[deepest] < self.warmup:
+        if deepest == 0 or self.seen[deepest] < self.warmup:
+            return deepest
+        full_ms = draft_ms(cost_table, num_requests, deepest)
+        plain_ms = float(cost_table.verify(num_requests, np.array([num_requests]))[0])
+        every = EXPLORE_EVERY * max(1, math.ceil(full_ms[-1] / plain_ms / (EXPLORE_SHARE * EXPLORE_EVERY)))
+        if step % every == every - 1:
             return deepest
         depths = slice(0, deepest + 1)
         packed = num_requests * (1.0 + self.verified[depths])  # [deepest+1] tokens, seldom a whole number
@@ -57,7 +65,7 @@ class DraftDepth:
         below, above = np.floor(packed).astype(int), np.ceil(packed).astype(int)
         low, high = cost_table.verify(num_requests, below), cost_table.verify(num_requests, above)
         verify_ms = low + (packed - below) * (high - low)
-        rates = num_requests * self.tokens[depths] / (draft_ms(cost_table, num_requests, deepest) + verify_ms)
+        rates = num_requests * self.tokens[depths] / (full_ms + verify_ms)
         return int(rates.argmax())  # of equal ones the smallest depth
 
     def learn(self, survival: Floats, capacities: npt.NDArray[np.int64], cost_table: CostTable) -> None:

@@ -14,7 +14,7 @@ import torch
 from avref import profiling
 from avref.config import SamplingParams
 from avref.cost_table import CostTable
-from avref.depth import EXPLORE_EVERY, DraftDepth, draft_ms
+from avref.depth import EXPLORE_EVERY, EXPLORE_SHARE, DraftDepth, draft_ms
 from avref.llm import LLM
 from avref.pruning import choose_budget
 
@@ -100,14 +100,14 @@ def test_drafting_nothing_costs_nothing() -> None:
 
 def test_steps_drafted_in_full_whatever_was_learned() -> None:
     depth = DraftDepth(4)
-    dear = CostTable(np.full(3, 100.0), np.ones(11))
+    cheap, dear = (CostTable(np.full(3, ms), np.ones(11)) for ms in (0.3, 1.0))
     useless = np.zeros((2, 4))
     for n in range(8):
-        assert depth.choose(n, 2, 4, dear) == 4
-        depth.learn(useless, np.full(2, 4), dear)
-    chosen = [depth.choose(n, 2, 4, dear) for n in range(64)]
-    assert [n for n, d in enumerate(chosen) if d] == [15, 31, 47, 63]
-    assert EXPLORE_EVERY == 16
+        assert depth.choose(n, 2, 4, cheap) == 4
+        depth.learn(useless, np.full(2, 4), cheap)
+    full = [[n for n in range(128) if depth.choose(n, 2, 4, costs)] for costs in (cheap, dear)]
+    assert full == [[15, 31, 47, 63, 79, 95, 111, 127], [63, 127]]  # .3 / 16 and 1 / 64 are below 2 %
+    assert (EXPLORE_EVERY, EXPLORE_SHARE) == (16, 0.02)
     assert depth.choose(0, 2, 0, dear) == 0
 
 
@@ -151,7 +151,7 @@ def test_a_useless_drafter_is_left_alone() -> None:
     out = llm.generate([[5], [1]], SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True))
     assert [o.outputs[0].token_ids[:5] for o in out] == [[6, 7, 0, 1, 2], [2, 3, 4, 5, 6]]
     settled = range(80, 145)
-    full = [n for n in settled if n % 16 == 15 or n % 10 == 9]
+    full = [n for n in settled if n % 64 == 63 or n % 10 == 9]
     assert [n for n in settled if depths[n]] == full
     assert {depths[n] for n in full} == {4}
     assert llm.stats.drafted_by_position[0] == 2 * sum(d > 0 for d in depths)

@@ -31,7 +31,7 @@ def run(
 ) -> dict[str, Any]:
     """The whole study on some traces (names of shipped ones, or files; none given: all that are shipped).
 
-    workers: processes (None: one per core). effort scales the decode steps of the speed claims. beside: also the
+    workers: processes (None: one per core). effort scales the decode steps. beside: also the
     studies that are made once. Returns what `save` writes: traces, claims, studies. Raises ValueError without traces,
     for one that cannot be read, and for one with too few answers.
     """
@@ -46,7 +46,7 @@ def run(
     jobs = [(_pair, (source, effort)) for source in chosen]
     if beside:
         with_logits = next((s for s in chosen if traces.load(s).logit_q_max is not None), None)
-        jobs.insert(0, (_once, (with_logits,)))  # type: ignore[arg-type]
+        jobs.insert(0, (_once, (with_logits, effort)))  # type: ignore[arg-type]
     done = _work(jobs, min(len(jobs), workers or os.cpu_count() or 1))
     once = done.pop(0) if beside else {}
     return _gathered(dict(zip(names, done, strict=True)), once)
@@ -65,8 +65,8 @@ def _work(jobs: Sequence[tuple[Any, tuple[Any, ...]]], workers: int) -> list[Any
         return [future.result() for future in [pool.submit(job, *arguments) for job, arguments in jobs]]
 
 
-def _once(source: str | Path | None) -> dict[str, Any]:
-    return study_rules.once(None if source is None else Pair(name_of(source), traces.load(source)))
+def _once(source: str | Path | None, effort: float) -> dict[str, Any]:
+    return study_rules.once(None if source is None else Pair(name_of(source), traces.load(source)), effort)
 
 
 def _pair(source: str | Path, effort: float) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _pair(source: str | Path, effort: float) -> dict[str, Any]:
         "features": study_scores.feature_table(pair),
         "positions": study_scores.by_position(pair),
         "speeds": [study_speed.figures(one) for one in sweeps],
-        "long_run": study_rules.long_run(pair) if study_speed.FULL in sweeps[0].arms[sweeps[0].top] else [],
+        "long_run": study_rules.long_run(pair, effort) if study_speed.FULL in sweeps[0].arms[sweeps[0].top] else [],
     }
 
 

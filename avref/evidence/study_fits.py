@@ -19,9 +19,6 @@ REFITS = 40  # resamples that are fitted anew
 ROUND = 100  # decode steps
 AT = (8, 32)  # requests running at once in the online runs
 ROUNDS = 6  # at least so many, by going over the held-out answers again, with new verdicts each time
-    8: 4,
-    32: 8,
-}  # over the held-out answers, each with verdicts of its own: a round takes 100 x 8 or 3,200 blocks
 FEWEST_WORKLOADS = 3
 
 

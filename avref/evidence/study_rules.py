@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,9 +67,9 @@ def _in_hindsight(kind: str, num_steps: int, rounds: int) -> float:
 
 
 # ---- budget rules ----
-def budget_rules(pair: Pair | None, num_steps: int = 120) -> dict[str, Any]:
+def budget_rules(pair: Pair | None, effort: float = 1.0) -> dict[str, Any]:
     """Tokens/s of every rule over the best fixed K: with known probabilities, on a trace, and what each rule leaks."""
-    known = []
+    known, num_steps = [], max(20, int(120 * effort))
     for name, table in (("measured", hardware.measured()), ("b300", hardware.published_b300())):
         for r in RULES_AT[name]:
             for mean in (0.45, 0.7):
@@ -78,7 +77,7 @@ def budget_rules(pair: Pair | None, num_steps: int = 120) -> dict[str, Any]:
                     table, synthetic.acceptance_log_odds(r, mean, num_steps=num_steps, persistence=0.5)
                 )
                 known.append({"table": name, "requests": r, "acceptance": mean, **run.relative})
-    return {"known": known, "leak": leaks(), "trace": _on_trace(pair) if pair else []}
+    return {"known": known, "leak": leaks(), "trace": _on_trace(pair, effort) if pair else []}
 
 
 def leaks() -> dict[str, float]:
@@ -88,23 +87,25 @@ def leaks() -> dict[str, float]:
     return {rule: exact.leak(replace(given, policy=p, num_steps=2)) for rule, p in policies.items()}
 
 
-def _on_trace(pair: Pair) -> list[dict[str, Any]]:
+def _on_trace(pair: Pair, effort: float) -> list[dict[str, Any]]:
     """The rules on a trace, with the estimator's confidences and everything drafted."""
     rows = []
     for name, r in TRACES_AT.items():
         table = tables.named(name, pair.trace, r)
-        base = _run(pair, table, Policy.adaptive(adaptive_drafting=False), r)
+        base = _run(pair, table, Policy.adaptive(adaptive_drafting=False), r, effort)
         for rule in synthetic.RULES:
             policy = Policy.adaptive(adaptive_drafting=False, budget_rule=rule)
-            speed = _run(pair, table, policy, r) if rule != "lookahead" else base
+            speed = _run(pair, table, policy, r, effort) if rule != "lookahead" else base
             over = estimate(speed.over(base, pair.weights))
             rows.append({"table": name, "requests": r, "rule": rule, "over_lookahead": over})
     return rows
 
 
-def _run(pair: Pair, table: CostTable, policy: Policy, requests: int, **options: Any) -> simulate.Measured:
+def _run(
+    pair: Pair, table: CostTable, policy: Policy, requests: int, effort: float, **options: Any
+) -> simulate.Measured:
     start = simulate.warmed(policy, pair.trace, pair.fitted() if pair.has_logits else None)
-    steps = max(60, min(400, 3200 // requests))
+    steps = max(24, int(effort * max(60, min(400, 3200 // requests))))
     return simulate.measure(
         pair.trace, table, start, requests, pair.second, warmup=pair.first, num_steps=steps, seed=requests, **options
     )
@@ -132,18 +133,18 @@ def distorted(table: CostTable) -> dict[str, CostTable]:
     }
 
 
-def wrong_tables(pair: Pair) -> list[dict[str, Any]]:
+def wrong_tables(pair: Pair, effort: float = 1.0) -> list[dict[str, Any]]:
     """Tokens/s, by the right table, of decisions made by a wrong one, over those made by the right one."""
     rows = []
     for name, r in WRONG_AT.items():
         table = tables.named(name, pair.trace, r)
         for drafting in (False, True):
             policy = Policy.adaptive(confidence=simulate.own_confidence(pair.trace), adaptive_drafting=drafting)
-            right = _run(pair, table, policy, r)
+            right = _run(pair, table, policy, r, effort)
             for kind, wrong in distorted(table).items():
                 if drafting and kind not in ("flat", "drafts for free", "verification x 0.5"):
                     continue  # where the depth is chosen too, what drafting costs matters most
-                speed = _run(pair, table, policy, r, believed=wrong)
+                speed = _run(pair, table, policy, r, effort, believed=wrong)
                 over = estimate(speed.over(right, pair.weights))
                 rows.append({"table": name, "requests": r, "wrong": kind, "adaptive_drafting": drafting, "over": over})
     return rows
@@ -158,15 +159,15 @@ class LongRunReplay(Replay):
         self.budget = LongRunBudget(self.num_positions)
 
 
-def long_run(pair: Pair) -> list[dict[str, Any]]:
+def long_run(pair: Pair, effort: float = 1.0) -> list[dict[str, Any]]:
     """Tokens/s of the long-run objective over that of the ratio, on a trace: difficulty belongs to the tokens there."""
     rows = []
     for name, levels in LONG_RUN_AT.items():
         for r in levels:
             table = tables.named(name, pair.trace, r)
             policy = Policy.adaptive(confidence=simulate.own_confidence(pair.trace), adaptive_drafting=False)
-            ratio = _run(pair, table, policy, r)
-            linear = _run(pair, table, policy, r, replay=LongRunReplay)
+            ratio = _run(pair, table, policy, r, effort)
+            linear = _run(pair, table, policy, r, effort, replay=LongRunReplay)
             verified = [
                 float(m.outcome.stats.verified_by_position.sum() / m.outcome.stats.num_request_steps)
                 for m in (ratio, linear)
@@ -176,7 +177,8 @@ def long_run(pair: Pair) -> list[dict[str, Any]]:
     return rows
 
 
-def once(pair: Pair | None) -> dict[str, Any]:
+def once(pair: Pair | None, effort: float = 1.0) -> dict[str, Any]:
     """The studies that are made once, those on a trace on one pair."""
-    found: Mapping[str, Any] = {"tracking": tracking(), "rules": budget_rules(pair), "example": example()}
-    return {**found, "wrong_tables": wrong_tables(pair) if pair else []}
+    wrong = wrong_tables(pair, effort) if pair else []
+    followed = tracking(max(max(INTERVALS), int(2400 * effort)))
+    return {"tracking": followed, "rules": budget_rules(pair, effort), "example": example(), "wrong_tables": wrong}

@@ -1,0 +1,284 @@
+"""Simulation: what a replay counts equals a plain loop on toy tables, and tables, arms and outputs are what they say.
+
+Oracles: steps and milliseconds worked out by hand; a loop over single requests that tries every allocation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from avref import CostTable, cli
+from avref.evidence import fits, hardware, simulate, tables, traces
+from avref.evidence.replay import Policy
+from avref.evidence.trace_file import Trace
+from avref.metrics import mean_acceptance_length
+
+
+def made_up(
+    answers: int = 20,
+    k: int = 3,
+    length: int = 24,
+    *,
+    seed: int = 0,
+    head: bool = False,
+    logits: bool = True,
+    greedy: bool = False,
+    workloads: tuple[str, ...] = ("easy", "middle", "hard"),
+    **header: Any,
+) -> Trace:
+    """A trace in which acceptance is logistic in logit(q_max): slope .6, falling intercepts, a level for each answer."""
+    g = np.random.default_rng(seed)
+    num_tokens = g.integers(length // 2, length + 1, answers).astype(np.int32)
+    rows, which = int((num_tokens - 1).sum()), np.arange(answers) % len(workloads)
+    level = np.repeat(g.normal(1 - which, 0.7), num_tokens - 1)
+    feature = np.clip(level[:, None] + 2 * g.normal(size=(rows, k)), -8, 16)
+    overlap = 1 / (1 + np.exp(-(0.6 * feature - 0.2 * np.arange(k))))
+    drawn = feature if greedy else feature - np.abs(g.normal(0, 0.7, (rows, k)))
+    q_x = 1.0 if greedy or not logits else 1 / (1 + np.exp(-drawn))
+    p_y = g.uniform(0.3, 1, rows)
+    place = np.minimum(np.arange(rows)[:, None] + np.arange(k), rows - 1)
+    columns: dict[str, Any] = {
+        "workload": which.astype(np.uint8),
+        "prompt": (np.arange(answers) // len(workloads)).astype(np.int32),
+        "num_tokens": num_tokens,
+        "stopped": np.zeros(answers, bool),
+        "token": np.zeros(rows, np.int32),
+        "num_drafted": np.full(rows, k, np.uint8),
+    }
+    halves = {"p_y": p_y, "target_entropy": np.ones(rows), "q_y": overlap * p_y[place], "overlap": overlap}
+    halves["p_x"] = np.clip(overlap + 0.15 * (drawn - feature + 0.56), 0.02, 0.98) * q_x
+    if logits:
+        halves |= {"logit_q_max": feature, "margin": np.abs(feature), "logit_q_sampled": drawn}
+        halves["entropy"] = -np.clip(2 - 0.4 * feature, 0.01, 9)
+    if head:
+        halves["head"] = 0.5 * feature + g.normal(size=(rows, k))
+    columns |= {name: values.astype(np.float16) for name, values in halves.items()}
+    described = {
+        "schema_version": 1,
+        "target": "made up",
+        "method": "dflash",
+        "drafter": "made up",
+        "draft_sample_method": "greedy" if greedy else "probabilistic",
+        "parallel": True,
+        "num_speculative_tokens": k,
+        "dtype": "float32",
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_tokens": length,
+        "seed": 0,
+        "workloads": list(workloads),
+    }
+    return Trace(described | header, **columns)
+
+
+def certain(kept: np.ndarray, num_tokens: list[int]) -> Trace:
+    """Every draft's fate is fixed: accepted where `kept` [N, K] holds. All answers end at the length limit."""
+    rows, k = kept.shape
+    trace = made_up(len(num_tokens), k, max(num_tokens), workloads=("one",))
+    columns = {name: a[:1].repeat(rows, 0) if a.shape[0] > 1 else a for name, a in trace.arrays().items()}
+    for name in ("workload", "prompt", "stopped"):
+        columns[name] = trace.arrays()[name][: len(num_tokens)]
+    columns |= {"num_tokens": np.array(num_tokens, np.int32), "p_y": np.ones(rows, np.float16)}
+    g = np.random.default_rng(1)
+    sure = np.where(kept, g.uniform(0.7, 0.95, kept.shape), g.uniform(0.05, 0.3, kept.shape)).astype(np.float16)
+    columns |= {"q_y": kept.astype(np.float16), "p_x": sure, "overlap": sure, "logit_q_max": np.log(sure / (1 - sure))}
+    return Trace(trace.header, **columns)
+
+
+LINEAR = CostTable(np.full(5, 2.0)[:, None] * [0, 1, 1.5, 2], 10.0 + np.arange(30))
+"""Drafting takes 2, 3, 4 ms, a step of T tokens 10 + T ms."""
+
+
+# The simulator against sums by hand and against brute force
+
+
+def test_steps_and_milliseconds_worked_out_by_hand() -> None:
+    """One answer of 8 tokens, 7 to decode; drafts kept: 2 at offset 0, none at 3, 1 at 4.
+
+    Offset 0: 3 drafts, 2 kept, 3 tokens: 4 + 14 ms. Offset 3: 3 drafts (4 tokens are left), none kept: 4 + 14.
+    Offset 4: 2 drafts (3 left), 1 kept, 2 tokens: 3 + 13. Offset 6: 1 token left, nothing drafted: 11. In all 63 ms.
+    """
+    kept = np.zeros((7, 3), bool)
+    kept[0, :2] = kept[4, :1] = True
+    trace = certain(kept, [8])
+    found = simulate.by_answer(simulate.Replay(trace, LINEAR, Policy.fixed(3), num_requests=1).run(), 1, 1)
+    assert (found.outcome.stats.num_steps, found.outcome.total_ms) == (4, 63.0)
+    assert found.outcome.stats.drafted_by_position.tolist() == [3, 3, 2]
+    assert found.outcome.stats.accepted_by_position.tolist() == [2, 1, 0]
+    assert found.tokens.tolist() == [7] and found.ms.tolist() == [63.0]
+    assert found.tokens_per_s == pytest.approx(7 / 63 * 1e3)
+    assert found.resampled(np.ones((2, 1))).tolist() == pytest.approx([7 / 63 * 1e3] * 2)
+
+
+def best_allocation(survival: list[list[float]], cost: list[float]) -> tuple[int, ...]:
+    """Prefixes that maximise (R + sum of survivals) / ms, by trying every one; of equal ones the fewest drafts."""
+    every = itertools.product(*(range(len(s) + 1) for s in survival))
+    gain = {a: (len(a) + sum(sum(s[:n]) for s, n in zip(survival, a, strict=True))) / cost[sum(a)] for a in every}
+    best = max(gain.values())
+    return min((a for a, value in gain.items() if value > best * (1 - 1e-9)), key=sum)
+
+
+def test_replay_equals_a_plain_loop_that_tries_every_allocation() -> None:
+    """Certain fates, an oracle that is nearly certain, two requests at a time: every step's tokens and milliseconds."""
+    g, lengths = np.random.default_rng(4), [12, 9, 12, 7, 10]
+    kept = g.random((sum(lengths) - len(lengths), 3)) < 0.55
+    trace = certain(kept, lengths)
+    costs = CostTable(np.full(3, 1.0)[:, None] * [0, 1, 1, 1], 6.0 + np.maximum(0, np.arange(20) - 4) ** 1.5)
+    policy = Policy.adaptive(confidence="oracle", budget_rule="retrospective", adaptive_drafting=False)
+    outcome = simulate.Replay(trace, costs, policy, num_requests=2).run()
+
+    waiting, running = list(range(len(lengths))), []
+    clock, tokens, steps, verified, ended = 0.0, 0, 0, 0, []
+    while waiting or running:
+        while waiting and len(running) < 2:
+            running.append([waiting.pop(0), 0])
+        capacity = [min(3, lengths[a] - 2 - t) for a, t in running]
+        rows = [int(trace.first_row[a]) + t for a, t in running]
+        deepest = max(capacity)
+        survival = [
+            np.cumprod(trace.overlap[r, :n].astype(float)).tolist() for r, n in zip(rows, capacity, strict=True)
+        ]
+        count = len(running)
+        cost = [float(costs.step_ms(count, count + b, deepest)) for b in range(sum(capacity) + 1)]
+        admitted = best_allocation(survival, cost)
+        clock += cost[sum(admitted)]
+        steps, verified = steps + 1, verified + sum(admitted)
+        for request, row, n in zip(list(running), rows, admitted, strict=True):
+            accepted = next((k for k in range(n) if not kept[row, k]), n)
+            request[1] += accepted + 1
+            tokens += accepted + 1
+            if request[1] == lengths[request[0]] - 1:
+                ended.append(request[0])
+                running.remove(request)
+    stats = outcome.stats
+    assert (stats.num_steps, int(stats.verified_by_position.sum())) == (steps, verified)
+    assert stats.num_tokens - stats.num_requests == tokens == sum(lengths) - len(lengths)
+    assert outcome.total_ms == pytest.approx(clock)
+    assert sorted(outcome.answer.tolist()) == sorted(ended)
+
+
+def test_what_decisions_believe_and_what_is_counted_may_differ() -> None:
+    """Believing that tokens are free verifies everything; the time is still the right table's."""
+    trace = made_up()
+    free = CostTable(np.zeros(5), 1.0 + 1e-9 * np.arange(30))
+    _, second = fits.halves(trace)
+    policy = Policy.adaptive(adaptive_drafting=False)
+    sure = simulate.measure(trace, LINEAR, policy, 4, second, num_steps=60, believed=free).outcome
+    assert (sure.stats.verified_by_position == sure.stats.drafted_by_position).all()
+    fixed = simulate.measure(trace, LINEAR, Policy.fixed(3), 4, second, num_steps=60).outcome
+    assert sure.total_ms == pytest.approx(fixed.total_ms, rel=0.05)
+
+
+# Tables
+
+
+def test_drafting_is_charged_by_family() -> None:
+    table = hardware.measured()
+    block, single = (float(table.draft(r)) for r in (8, 2))  # a pass over 8 tokens fits in the block pass of 2 requests
+    own = {method: tables.drafting(table, method, 7) for method in ("dflash", "dspark", "eagle", "layer_skip", "ngram")}
+    for method in ("dflash", "dspark"):
+        assert [own[method].draft(8, d) for d in (0, 1, 7)] == [0.0, block, block]
+    assert [own["eagle"].draft(8, d) for d in (0, 1, 7)] == pytest.approx([0.0, single, 7 * single])
+    assert own["layer_skip"].draft(8, 2) == pytest.approx(2 * 0.8 * float(table.verify(8, 8)))
+    assert own["ngram"].draft(8, 7) == 0.0
+    by_depth = hardware.gpu_roofline("H100", "Qwen2.5-7B", "Qwen2.5-0.5B", max_requests=4)
+    assert tables.drafting(by_depth, "eagle", 7) is by_depth
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_tables_by_name_cover_what_is_asked(name: str) -> None:
+    for trace in (made_up(), made_up(logits=False, method="ngram")):
+        table = tables.named(name, trace, 16)
+        assert table.max_requests >= 16 and table.token_limit(16) >= 16 * 4
+        assert float(table.draft(16, 0)) == 0.0
+        assert (table.draft(16, 3) > 0) == (trace.header["method"] != "ngram")
+
+
+def test_a_table_from_a_file_and_an_unknown_one(tmp_path: Path) -> None:
+    LINEAR.save(tmp_path / "mine.json")
+    assert tables.named(str(tmp_path / "mine.json"), made_up()).max_requests == 4
+    with pytest.raises(ValueError, match=r"'b200'.*measured, b300"):
+        tables.named("b200", made_up())
+
+
+# Every arm
+
+
+def test_simulation_gives_every_arm_and_says_what_it_left_out() -> None:
+    trace = made_up(head=True)
+    costs = CostTable(np.full(9, 1.0)[:, None] * [0, 1, 1, 1], 5.0 + 0.5 * np.arange(17))  # 8 requests, 16 tokens
+    result = simulate.simulate(trace, costs, [1, 8, 99])
+    rows = {(r["arm"], r["requests"]): r for r in result["rows"]}
+    everything = {"none", "fixed-1", "fixed-2", "fixed-3", "always-trim", "adaptive-3", "adaptive-3-full-draft"}
+    assert {a for a, r in rows if r == 1} == everything | {"head", "q_max", "oracle"}
+    assert any("99 requests" in what for what in result["left_out"])
+    assert any("fixed-2 at 8 requests: 24 tokens" in what for what in result["left_out"])
+    for (arm, requests), row in rows.items():
+        assert row["tokens_per_s_per_user"] == pytest.approx(row["tokens_per_s"] / requests)
+        request_steps = row["steps"] * requests
+        assert row["accepted"] <= row["verified"] <= row["drafted"]
+        # C134: tokens per request and step are 1 + the sum over positions of accepted / steps
+        length = mean_acceptance_length(row["accepted_by_position"], request_steps)
+        emitted = row["tokens_per_s"] / 1e3 * (row["draft_ms"] + row["verify_ms"])
+        assert emitted == pytest.approx(length * request_steps, rel=0.02), arm
+    assert rows["none", 1]["drafted"] == rows["none", 1]["accepted"] == 0.0  # C133: nothing drafted, nothing divided
+    assert rows["always-trim", 8]["accepted"] == 0.0 and rows["always-trim", 8]["to_none"] < 1
+    assert rows["none", 1]["to_none"] == 1.0
+    best = max(rows["none", 1]["tokens_per_s"], *(rows[f"fixed-{k}", 1]["tokens_per_s"] for k in (1, 2, 3)))
+    assert rows["oracle", 1]["to_best_fixed"] == pytest.approx(rows["oracle", 1]["tokens_per_s"] / best)
+    with pytest.raises(ValueError, match="nothing to simulate: 99 requests: this table covers 1 to 8"):
+        simulate.simulate(trace, costs, [99])
+
+
+def test_accepted_per_step_is_the_sum_of_survivals() -> None:
+    """C136, C137: matches behind a rejection do not count; unequal acceptances give sums of products, not powers."""
+    kept = np.tile([True, False, True, True], (3000, 1))
+    stats = simulate.Replay(certain(kept, [3001]), LINEAR4, Policy.fixed(4), num_requests=1).run().stats
+    assert stats.accepted_by_position[1:].sum() == 0
+    assert stats.accepted_by_position[0] / stats.num_request_steps == pytest.approx(1, abs=0.01)
+    trace = made_up(30, 4, 200)
+    run = simulate.measure(trace, LINEAR4, Policy.fixed(4), 4, np.arange(30), num_steps=1500).outcome.stats
+    graded = run.graded_by_position / run.num_request_steps
+    rate = run.accepted_by_position / np.maximum(1, run.graded_by_position)
+    assert np.cumprod(rate) == pytest.approx(run.accepted_by_position / run.num_request_steps, rel=0.05)
+    assert graded[1] == pytest.approx(rate[0], rel=0.03)
+
+
+LINEAR4 = CostTable(np.full(5, 2.0)[:, None] * [0, 1, 1, 1, 1], 10.0 + np.arange(30))
+
+
+def test_a_drafter_without_logits_decides_by_its_record() -> None:
+    assert {"adaptive-3"} <= set(simulate.arms(made_up(logits=False, head=True, method="ngram")))
+    bare = simulate.arms(made_up(logits=False, method="ngram"))
+    assert not any(name.startswith("adaptive") for name in bare) and "oracle" in bare
+
+
+def test_the_estimator_starts_at_what_the_other_half_taught() -> None:
+    trace = made_up(60, 3, 40)
+    first, _ = fits.halves(trace)
+    learned = simulate.learn(trace, first)
+    assert learned is not None and float(learned.slope) == pytest.approx(0.6, abs=0.12)
+    policy = simulate.warmed(Policy.adaptive(), trace, learned)
+    run = simulate.Replay(trace, LINEAR, policy, num_requests=2)
+    assert run.estimator is not None and float(run.estimator.slope) == pytest.approx(float(learned.slope))
+    assert simulate.warmed(Policy.fixed(2), trace, learned) == Policy.fixed(2)
+
+
+def test_command_prints_and_writes(tmp_path: Path, capsys: Any) -> None:
+    traces.save(made_up(), tmp_path / "mine.npz")
+    arguments = ["simulate", "--trace", str(tmp_path / "mine.npz"), "--table", "measured", "--requests", "2", "64"]
+    assert cli.main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "| adaptive-3 " in printed and "64 requests: this table covers 1 to 32" in printed
+    result = json.loads((tmp_path / "out" / "simulate.json").read_text())
+    assert {r["requests"] for r in result["rows"]} == {2}
+    assert (tmp_path / "out" / "simulate.md").read_text() in printed + "\n"
+    assert (tmp_path / "out" / "pareto.png").stat().st_size > 10_000
+    assert cli.main(["simulate", "--trace", "nothing-of-that-name"]) == 2
