@@ -32,7 +32,7 @@ def made_up(
     workloads: tuple[str, ...] = ("easy", "middle", "hard"),
     **header: Any,
 ) -> Trace:
-    """A trace in which acceptance is logistic in logit(q_max): slope .6, falling intercepts, a level for each answer."""
+    """A trace in which acceptance is logistic in logit(q_max): slope .6, falling intercepts, a level per answer."""
     g = np.random.default_rng(seed)
     num_tokens = g.integers(length // 2, length + 1, answers).astype(np.int32)
     rows, which = int((num_tokens - 1).sum()), np.arange(answers) % len(workloads)
@@ -214,12 +214,12 @@ def test_a_table_from_a_file_and_an_unknown_one(tmp_path: Path) -> None:
 def test_simulation_gives_every_arm_and_says_what_it_left_out() -> None:
     trace = made_up(head=True)
     costs = CostTable(np.full(9, 1.0)[:, None] * [0, 1, 1, 1], 5.0 + 0.5 * np.arange(17))  # 8 requests, 16 tokens
-    result = simulate.simulate(trace, costs, [1, 8, 99])
+    result = simulate.simulate(trace, costs, [1, 8, 99], effort=0.12)
     rows = {(r["arm"], r["requests"]): r for r in result["rows"]}
     everything = {"none", "fixed-1", "fixed-2", "fixed-3", "always-trim", "adaptive-3", "adaptive-3-full-draft"}
     assert {a for a, r in rows if r == 1} == everything | {"head", "q_max", "oracle"}
     assert any("99 requests" in what for what in result["left_out"])
-    assert any("fixed-2 at 8 requests: 24 tokens" in what for what in result["left_out"])
+    assert any("adaptive-3 at 8 requests: 32 tokens" in what for what in result["left_out"])
     for (arm, requests), row in rows.items():
         assert row["tokens_per_s_per_user"] == pytest.approx(row["tokens_per_s"] / requests)
         request_steps = row["steps"] * requests
@@ -227,7 +227,7 @@ def test_simulation_gives_every_arm_and_says_what_it_left_out() -> None:
         # C134: tokens per request and step are 1 + the sum over positions of accepted / steps
         length = mean_acceptance_length(row["accepted_by_position"], request_steps)
         emitted = row["tokens_per_s"] / 1e3 * (row["draft_ms"] + row["verify_ms"])
-        assert emitted == pytest.approx(length * request_steps, rel=0.02), arm
+        assert emitted == pytest.approx(length * request_steps, rel=0.04), arm
     assert rows["none", 1]["drafted"] == rows["none", 1]["accepted"] == 0.0  # C133: nothing drafted, nothing divided
     assert rows["always-trim", 8]["accepted"] == 0.0 and rows["always-trim", 8]["to_none"] < 1
     assert rows["none", 1]["to_none"] == 1.0
@@ -244,7 +244,7 @@ def test_accepted_per_step_is_the_sum_of_survivals() -> None:
     assert stats.accepted_by_position[1:].sum() == 0
     assert stats.accepted_by_position[0] / stats.num_request_steps == pytest.approx(1, abs=0.01)
     trace = made_up(30, 4, 200)
-    run = simulate.measure(trace, LINEAR4, Policy.fixed(4), 4, np.arange(30), num_steps=1500).outcome.stats
+    run = simulate.measure(trace, LINEAR4, Policy.fixed(4), 4, np.arange(30), num_steps=1200).outcome.stats
     graded = run.graded_by_position / run.num_request_steps
     rate = run.accepted_by_position / np.maximum(1, run.graded_by_position)
     assert np.cumprod(rate) == pytest.approx(run.accepted_by_position / run.num_request_steps, rel=0.05)

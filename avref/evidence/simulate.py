@@ -110,20 +110,16 @@ def measure(
     answers: Array,
     *,
     warmup: Array | None = None,
-    num_steps: int | None = None,
+    num_steps: int,
     seed: int = 0,
     replay: Callable[..., Replay] = Replay,
     **options: Any,
 ) -> Measured:
-    """Run one arm on some answers, after a few steps on the `warmup` answers.
-
-    num_steps: how many; None: enough for 12,000 request steps, between 200 and 1,500. options go to `replay`.
-    """
-    steps = num_steps or int(np.clip(REQUEST_STEPS // num_requests, FEWEST, MOST))
+    """Run one arm on some answers for so many steps, after a few on the `warmup` answers. options go to `replay`."""
     run = replay(trace, table, policy, num_requests=num_requests, seed=seed, **options)
     if warmup is not None and policy.decides:
         run.run(WARMUP_STEPS, answers=warmup)
-    return by_answer(run.run(steps, answers=answers), num_requests, len(trace.num_tokens))
+    return by_answer(run.run(num_steps, answers=answers), num_requests, len(trace.num_tokens))
 
 
 def by_answer(outcome: Outcome, num_requests: int, num_answers: int) -> Measured:
@@ -137,10 +133,12 @@ def by_answer(outcome: Outcome, num_requests: int, num_answers: int) -> Measured
     return Measured(outcome, num_requests, tokens, ms)
 
 
-def simulate(trace: Trace, table: CostTable, requests: Sequence[int] = REQUESTS, *, seed: int = 0) -> dict[str, Any]:
+def simulate(
+    trace: Trace, table: CostTable, requests: Sequence[int] = REQUESTS, *, seed: int = 0, effort: float = 1.0
+) -> dict[str, Any]:
     """Every arm at every number of requests that the table covers: a row each, and what was left out and why.
 
-    Raises ValueError when the table covers none of the numbers asked for.
+    effort scales the number of decode steps. Raises ValueError when the table covers none of the numbers asked for.
     """
     first, second = fits.halves(trace)
     learned, rows, left = learn(trace, first), [], []
@@ -150,11 +148,13 @@ def simulate(trace: Trace, table: CostTable, requests: Sequence[int] = REQUESTS,
             continue
         found: dict[str, Measured] = {}
         for name, policy in arms(trace).items():
-            needed = r * (1 + (policy.verify if policy.verify is not None else 0))
+            needed = r * (1 + (trace.num_positions if policy.verify is None else policy.verify))
             if needed > table.token_limit(r):
                 left.append(f"{name} at {r} requests: {needed} tokens, this table covers {table.token_limit(r)}")
                 continue
-            found[name] = measure(trace, table, warmed(policy, trace, learned), r, second, warmup=first, seed=seed)
+            steps = max(1, int(effort * np.clip(REQUEST_STEPS // r, FEWEST, MOST)))
+            start = warmed(policy, trace, learned)
+            found[name] = measure(trace, table, start, r, second, num_steps=steps, warmup=first, seed=seed)
         rows += [_row(name, found) for name in found]
     if not rows:
         raise ValueError(f"nothing to simulate: {'; '.join(left)}")
