@@ -136,6 +136,14 @@ def _profiled(name: str, top: int) -> CostTable:
 
 
 # ---- claims ----
+TOO_FEW = "too few decode steps for answers to end"
+
+
+def _known(found: Mapping[int, Floats]) -> dict[int, Floats]:
+    """The numbers of requests at which both arms finished some answer."""
+    return {r: values for r, values in found.items() if np.isfinite(values[0])}
+
+
 def _label(s: Sweep, at: int | None = None) -> str:
     machine = {"measured": "2 cores", "b300": "B300"}.get(s.table_name, s.table_name)
     return f"{s.pair.name}, {machine}" + (f", {at} requests" if at else "")
@@ -167,15 +175,19 @@ def beats_fixed(s: Sweep) -> Row:
 
 
 def gains_with_load(s: Sweep) -> Row:
-    gains = {r: s.over(r, FULL, s.fixed[-1]) for r in s.arms}
+    gains = _known({r: s.over(r, FULL, s.fixed[-1]) for r in s.arms})
+    if len(gains) < 2:
+        return absent(_label(s), TOO_FEW)
     ours = ", ".join(f"{r}: {estimate(g).text(2)}" for r, g in gains.items())
-    return judged(_label(s), "over fixed K at " + ours, estimate(gains[s.top] - gains[min(gains)]), above=0.0)
+    return judged(_label(s), "over fixed K at " + ours, estimate(gains[max(gains)] - gains[min(gains)]), above=0.0)
 
 
 def tie(s: Sweep) -> Row:
     if HEAD not in s.arms[s.top]:
         return absent(_label(s), "this drafter has no confidence head")
-    found = {r: estimate(s.over(r, FULL, HEAD)) for r in s.arms}
+    found = {r: estimate(g) for r, g in _known({r: s.over(r, FULL, HEAD) for r in s.arms}).items()}
+    if not found:
+        return absent(_label(s), TOO_FEW)
     furthest = max(found.values(), key=lambda e: abs(e.value - 1))
     ours = ", ".join(f"{r}: {e.text(2)}" for r, e in found.items())
     return judged(_label(s), ours, furthest, above=1 - TIE, below=1 + TIE)
@@ -203,7 +215,9 @@ def smaller_fixed(s: Sweep) -> Row:
     if len(s.fixed) < 2:
         return absent(_label(s), "K is 1")
     found = {r: s.best(r, s.fixed[:-1]) for r in s.arms}
-    gains = {r: estimate(s.over(r, name, FULL)) for r, name in found.items()}
+    gains = {r: estimate(g) for r, g in _known({r: s.over(r, n, FULL) for r, n in found.items()}).items()}
+    if not gains:
+        return absent(_label(s), TOO_FEW)
     most = max(gains, key=lambda r: gains[r].low)
     ours = ", ".join(f"{r}: {found[r]} {e.text(2)}" for r, e in gains.items())
     row = judged(_label(s), ours, gains[most], above=1.0)
@@ -233,7 +247,9 @@ def hindsight(s: Sweep) -> Row:
 
 
 def _least(s: Sweep, found: Mapping[int, tuple[str, Floats]]) -> Row:
-    known = {r: (name, estimate(g)) for r, (name, g) in found.items()}
+    known = {r: (found[r][0], estimate(g)) for r, g in _known({r: g for r, (_, g) in found.items()}).items()}
+    if not known:
+        return absent(_label(s), TOO_FEW)
     least = min(known.values(), key=lambda item: item[1].low)[1]
     ours = ", ".join(f"{r}: {e.text(2)} of {name}" for r, (name, e) in known.items())
     return judged(_label(s), ours, least, above=0.97)
