@@ -214,7 +214,7 @@ def test_a_table_from_a_file_and_an_unknown_one(tmp_path: Path) -> None:
 def test_simulation_gives_every_arm_and_says_what_it_left_out() -> None:
     trace = made_up(head=True)
     costs = CostTable(np.full(9, 1.0)[:, None] * [0, 1, 1, 1], 5.0 + 0.5 * np.arange(17))  # 8 requests, 16 tokens
-    result = simulate.simulate(trace, costs, [1, 8, 99], effort=0.12)
+    result = simulate.simulate(trace, costs, [1, 8, 99], effort=0.06)
     rows = {(r["arm"], r["requests"]): r for r in result["rows"]}
     everything = {"none", "fixed-1", "fixed-2", "fixed-3", "always-trim", "adaptive-3", "adaptive-3-full-draft"}
     assert {a for a, r in rows if r == 1} == everything | {"head", "q_max", "oracle"}
@@ -227,7 +227,7 @@ def test_simulation_gives_every_arm_and_says_what_it_left_out() -> None:
         # C134: tokens per request and step are 1 + the sum over positions of accepted / steps
         length = mean_acceptance_length(row["accepted_by_position"], request_steps)
         emitted = row["tokens_per_s"] / 1e3 * (row["draft_ms"] + row["verify_ms"])
-        assert emitted == pytest.approx(length * request_steps, rel=0.04), arm
+        assert emitted == pytest.approx(length * request_steps, rel=0.08), arm
     assert rows["none", 1]["drafted"] == rows["none", 1]["accepted"] == 0.0  # C133: nothing drafted, nothing divided
     assert rows["always-trim", 8]["accepted"] == 0.0 and rows["always-trim", 8]["to_none"] < 1
     assert rows["none", 1]["to_none"] == 1.0
@@ -271,7 +271,9 @@ def test_the_estimator_starts_at_what_the_other_half_taught() -> None:
     assert simulate.warmed(Policy.fixed(2), trace, learned) == Policy.fixed(2)
 
 
-def test_command_prints_and_writes(tmp_path: Path, capsys: Any) -> None:
+def test_command_prints_and_writes(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "FEWEST", 20)
+    monkeypatch.setattr(simulate, "MOST", 40)
     traces.save(made_up(), tmp_path / "mine.npz")
     arguments = ["simulate", "--trace", str(tmp_path / "mine.npz"), "--table", "measured", "--requests", "2", "64"]
     assert cli.main([*arguments, "--output", str(tmp_path / "out")]) == 0
