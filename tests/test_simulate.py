@@ -15,7 +15,8 @@ import pytest
 
 from avref import CostTable, cli
 from avref.evidence import fits, hardware, simulate, tables, traces
-from avref.evidence.replay import Policy
+from avref.evidence.observed import Observed, measure
+from avref.evidence.replay import Policy, Replay
 from avref.evidence.trace_file import Trace
 from avref.metrics import mean_acceptance_length
 
@@ -94,6 +95,7 @@ def certain(kept: np.ndarray, num_tokens: list[int]) -> Trace:
 
 LINEAR = CostTable(np.full(5, 2.0)[:, None] * [0, 1, 1.5, 2], 10.0 + np.arange(30))
 """Drafting takes 2, 3, 4 ms, a step of T tokens 10 + T ms."""
+BROAD = CostTable(np.full(9, 2.0)[:, None] * [0, 1, 1.5, 2], 10.0 + np.arange(60))
 
 
 # The simulator against sums by hand and against brute force
@@ -108,13 +110,39 @@ def test_steps_and_milliseconds_worked_out_by_hand() -> None:
     kept = np.zeros((7, 3), bool)
     kept[0, :2] = kept[4, :1] = True
     trace = certain(kept, [8])
-    found = simulate.by_answer(simulate.Replay(trace, LINEAR, Policy.fixed(3), num_requests=1).run(), 1, 1)
-    assert (found.outcome.stats.num_steps, found.outcome.total_ms) == (4, 63.0)
-    assert found.outcome.stats.drafted_by_position.tolist() == [3, 3, 2]
-    assert found.outcome.stats.accepted_by_position.tolist() == [2, 1, 0]
-    assert found.tokens.tolist() == [7] and found.ms.tolist() == [63.0]
-    assert found.tokens_per_s == pytest.approx(7 / 63 * 1e3)
-    assert found.resampled(np.ones((2, 1))).tolist() == pytest.approx([7 / 63 * 1e3] * 2)
+    outcome = Replay(trace, LINEAR, Policy.fixed(3), num_requests=1).run()
+    assert (outcome.stats.num_steps, outcome.total_ms) == (4, 63.0)
+    assert outcome.stats.drafted_by_position.tolist() == [3, 3, 2]
+    assert outcome.stats.accepted_by_position.tolist() == [2, 1, 0]
+    assert outcome.tokens_per_s == pytest.approx(7 / 63 * 1e3)
+
+
+def test_sums_by_answer_add_up_to_the_run() -> None:
+    """Tokens of all answers are those emitted; every step's time counts once for each request; so do resamples."""
+    for requests in (2, 8):  # with windows and without
+        trace = made_up(30, 3, 40)
+        found = measure(trace, BROAD, Policy.adaptive(), requests, np.arange(30), num_steps=120, warmup=np.arange(5))
+        stats = found.outcome.stats
+        assert found.tokens.sum() == stats.num_tokens - stats.num_requests
+        assert found.ms.sum() == pytest.approx(requests * found.outcome.total_ms)
+        assert found.resampled(np.ones((1, 30)))[0] == pytest.approx(found.tokens_per_s)
+        trimmed = stats.drafted_by_position - stats.verified_by_position
+        assert found.trimmed[:, 0].sum() == trimmed[0] and found.trimmed.sum() >= trimmed.max()
+        one, most = np.zeros((1, 30)), int(found.ms.argmax())
+        one[0, most] = 3
+        assert found.resampled(one)[0] == pytest.approx(1e3 * requests * found.tokens[most] / found.ms[most])
+
+
+def test_few_requests_still_see_many_answers_and_the_first_start_anywhere() -> None:
+    trace = made_up(40, 3, 200)
+    found = measure(trace, LINEAR, Policy.fixed(3), 1, np.arange(40), num_steps=600)
+    assert (found.ms > 0).sum() > 12  # an answer takes about 60 steps
+    run = Observed(trace, BROAD, Policy.fixed(3), num_requests=8)
+    starts: list[int] = []
+    for _ in range(30):
+        run.run(1)
+        starts += list(run.begin.values())[-8:]
+    assert np.mean(starts) == pytest.approx(0.5 * trace.num_tokens.mean(), rel=0.15)
 
 
 def best_allocation(survival: list[list[float]], cost: list[float]) -> tuple[int, ...]:
@@ -132,7 +160,7 @@ def test_replay_equals_a_plain_loop_that_tries_every_allocation() -> None:
     trace = certain(kept, lengths)
     costs = CostTable(np.full(3, 1.0)[:, None] * [0, 1, 1, 1], 6.0 + np.maximum(0, np.arange(20) - 4) ** 1.5)
     policy = Policy.adaptive(confidence="oracle", budget_rule="retrospective", adaptive_drafting=False)
-    outcome = simulate.Replay(trace, costs, policy, num_requests=2).run()
+    outcome = Replay(trace, costs, policy, num_requests=2).run()
 
     waiting, running = list(range(len(lengths))), []
     clock, tokens, steps, verified, ended = 0.0, 0, 0, 0, []
@@ -170,9 +198,9 @@ def test_what_decisions_believe_and_what_is_counted_may_differ() -> None:
     free = CostTable(np.zeros(5), 1.0 + 1e-9 * np.arange(30))
     _, second = fits.halves(trace)
     policy = Policy.adaptive(adaptive_drafting=False)
-    sure = simulate.measure(trace, LINEAR, policy, 4, second, num_steps=60, believed=free).outcome
+    sure = measure(trace, LINEAR, policy, 4, second, num_steps=60, believed=free).outcome
     assert (sure.stats.verified_by_position == sure.stats.drafted_by_position).all()
-    fixed = simulate.measure(trace, LINEAR, Policy.fixed(3), 4, second, num_steps=60).outcome
+    fixed = measure(trace, LINEAR, Policy.fixed(3), 4, second, num_steps=60).outcome
     assert sure.total_ms == pytest.approx(fixed.total_ms, rel=0.05)
 
 
@@ -240,11 +268,11 @@ def test_simulation_gives_every_arm_and_says_what_it_left_out() -> None:
 def test_accepted_per_step_is_the_sum_of_survivals() -> None:
     """C136, C137: matches behind a rejection do not count; unequal acceptances give sums of products, not powers."""
     kept = np.tile([True, False, True, True], (3000, 1))
-    stats = simulate.Replay(certain(kept, [3001]), LINEAR4, Policy.fixed(4), num_requests=1).run().stats
+    stats = Replay(certain(kept, [3001]), LINEAR4, Policy.fixed(4), num_requests=1).run().stats
     assert stats.accepted_by_position[1:].sum() == 0
     assert stats.accepted_by_position[0] / stats.num_request_steps == pytest.approx(1, abs=0.01)
     trace = made_up(30, 4, 200)
-    run = simulate.measure(trace, LINEAR4, Policy.fixed(4), 4, np.arange(30), num_steps=1200).outcome.stats
+    run = measure(trace, LINEAR4, Policy.fixed(4), 4, np.arange(30), num_steps=1200).outcome.stats
     graded = run.graded_by_position / run.num_request_steps
     rate = run.accepted_by_position / np.maximum(1, run.graded_by_position)
     assert np.cumprod(rate) == pytest.approx(run.accepted_by_position / run.num_request_steps, rel=0.05)
@@ -266,7 +294,7 @@ def test_the_estimator_starts_at_what_the_other_half_taught() -> None:
     learned = simulate.learn(trace, first)
     assert learned is not None and float(learned.slope) == pytest.approx(0.6, abs=0.12)
     policy = simulate.warmed(Policy.adaptive(), trace, learned)
-    run = simulate.Replay(trace, LINEAR, policy, num_requests=2)
+    run = Replay(trace, LINEAR, policy, num_requests=2)
     assert run.estimator is not None and float(run.estimator.slope) == pytest.approx(float(learned.slope))
     assert simulate.warmed(Policy.fixed(2), trace, learned) == Policy.fixed(2)
 

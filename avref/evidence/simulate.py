@@ -10,8 +10,7 @@ The tables are those of `tables`: what drafting costs there is made to fit the t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +19,13 @@ from tabulate import tabulate
 
 from avref.cost_table import CostTable
 from avref.evidence import fits, traces
-from avref.evidence.replay import Outcome, Policy, Replay
-from avref.evidence.resampling import Floats, ratio, summary
+from avref.evidence.observed import Measured, measure
+from avref.evidence.policy import Policy
+from avref.evidence.resampling import summary
 from avref.evidence.trace_file import Array, Trace
 
 REQUESTS = (1, 4, 16, 64, 256)
-WARMUP_STEPS = 32
 REQUEST_STEPS, FEWEST, MOST = 12_000, 200, 1500  # steps: so many request steps, but not fewer and not more
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """One arm at one number of requests: what was counted, and tokens and milliseconds by answer."""
-
-    outcome: Outcome
-    num_requests: int
-    tokens: Floats  # [A] decoded in one run through the answer
-    ms: Floats  # [A] that it took, the mean over its runs; NaN where it never finished
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.outcome.tokens_per_s
-
-    def resampled(self, weights: Floats, beside: Measured | None = None) -> Floats:
-        """Tokens per second on every resample of the answers, [num + 1] from weights [num + 1, A].
-
-        R requests are under way, each through one answer after the other: R sum(tokens) / sum(ms) (Little's law). How
-        an answer's speed depends on the company it has is not resampled. beside: count the answers only that another
-        measurement finished too.
-        """
-        done = np.isfinite(self.ms) & (True if beside is None else np.isfinite(beside.ms))
-        tokens, ms = (np.where(done, x, 0.0) for x in (self.tokens, self.ms))
-        return 1e3 * self.num_requests * ratio(tokens, ms, weights)
-
-    def over(self, other: Measured, weights: Floats) -> Floats:
-        """Tokens per second over those of another arm, on the answers that both finished, [num + 1]."""
-        return self.resampled(weights, other) / other.resampled(weights, self)
 
 
 # ---- arms ----
@@ -102,37 +72,6 @@ def learn(trace: Trace, answers: Array, feature: str = "logit_q_max") -> fits.On
 
 
 # ---- measuring ----
-def measure(
-    trace: Trace,
-    table: CostTable,
-    policy: Policy,
-    num_requests: int,
-    answers: Array,
-    *,
-    warmup: Array | None = None,
-    num_steps: int,
-    seed: int = 0,
-    replay: Callable[..., Replay] = Replay,
-    **options: Any,
-) -> Measured:
-    """Run one arm on some answers for so many steps, after a few on the `warmup` answers. options go to `replay`."""
-    run = replay(trace, table, policy, num_requests=num_requests, seed=seed, **options)
-    if warmup is not None and policy.decides:
-        run.run(WARMUP_STEPS, answers=warmup)
-    return by_answer(run.run(num_steps, answers=answers), num_requests, len(trace.num_tokens))
-
-
-def by_answer(outcome: Outcome, num_requests: int, num_answers: int) -> Measured:
-    """An outcome with its finished requests gathered by the answer that they went through."""
-    runs = np.bincount(outcome.answer.astype(np.int64), minlength=num_answers)
-    with np.errstate(invalid="ignore"):
-        tokens, ms = (
-            np.bincount(outcome.answer.astype(np.int64), weights=x, minlength=num_answers) / runs
-            for x in (outcome.tokens, outcome.ms)
-        )
-    return Measured(outcome, num_requests, tokens, ms)
-
-
 def simulate(
     trace: Trace, table: CostTable, requests: Sequence[int] = REQUESTS, *, seed: int = 0, effort: float = 1.0
 ) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import torch
 from avref import exact, traffic
 from avref.cost_table import CostTable
 from avref.estimator import STEP_RULES, OnlineAcceptanceEstimator
-from avref.evidence import hardware, simulate, synthetic, tables
+from avref.evidence import hardware, observed, simulate, synthetic, tables
 from avref.evidence.long_run import LongRunBudget, example
 from avref.evidence.pair import Pair
-from avref.evidence.replay import Policy, Replay
+from avref.evidence.policy import Policy
 from avref.evidence.resampling import estimate
 
 DAMPING, INTERVALS = (0.0, 10.0, 50.0, 200.0, 1000.0), (25, 100, 400)
@@ -103,10 +103,10 @@ def _on_trace(pair: Pair, effort: float) -> list[dict[str, Any]]:
 
 def _run(
     pair: Pair, table: CostTable, policy: Policy, requests: int, effort: float, **options: Any
-) -> simulate.Measured:
+) -> observed.Measured:
     start = simulate.warmed(policy, pair.trace, pair.fitted() if pair.has_logits else None)
     steps = max(24, int(effort * max(60, min(400, 3200 // requests))))
-    return simulate.measure(
+    return observed.measure(
         pair.trace, table, start, requests, pair.second, warmup=pair.first, num_steps=steps, seed=requests, **options
     )
 
@@ -151,7 +151,7 @@ def wrong_tables(pair: Pair, effort: float = 1.0) -> list[dict[str, Any]]:
 
 
 # ---- the long-run objective ----
-class LongRunReplay(Replay):
+class LongRunReplay(observed.Observed):
     """A replay whose budget maximises tokens - rate * ms."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from avref.cost_table import CostTable
-from avref.evidence import hardware, simulate, tables
+from avref.evidence import hardware, observed, simulate, tables
 from avref.evidence.claims import CONFIRMED, FAILED, Row, absent, judged
+from avref.evidence.observed import Measured
 from avref.evidence.pair import Pair
-from avref.evidence.replay import Policy, Replay
+from avref.evidence.policy import Policy
 from avref.evidence.resampling import Estimate, Floats, estimate, ratio
-from avref.evidence.simulate import Measured
 from avref.evidence.trace_file import Array
 
 SETTINGS: Mapping[str, Sequence[int]] = {"measured": (1, 4, 16, 32), "b300": (1, 4, 16, 64)}
@@ -27,19 +27,6 @@ FRONTIER = 5 / 7  # of the concurrencies, as in the article
 TIE = 0.03
 STEPS = {1: 500, 4: 360, 16: 200, 32: 100, 64: 80}  # by requests: few requests finish few answers in a step
 ADAPTIVE, FULL, HEAD, ORACLE, PLAIN = "adaptive", "adaptive, always drafts K", "head", "oracle", "none"
-
-
-class Watched(Replay):
-    """A replay that counts, by answer, at which position requests are first trimmed: `trimmed` [A, K]."""
-
-    trimmed: Array
-
-    def _count(self, run: Any, drafted: Array, admitted: Array, accepted: Array, verified: Array) -> None:
-        if not hasattr(self, "trimmed"):
-            self.trimmed = np.zeros((len(self.trace.num_tokens), self.num_positions))
-        cut = admitted < drafted
-        np.add.at(self.trimmed, (run.answer[cut], admitted[cut]), 1.0)
-        super()._count(run, drafted, admitted, accepted, verified)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +38,6 @@ class Sweep:
     table: CostTable
     arms: Mapping[int, Mapping[str, Measured]]
     workloads: Mapping[str, Mapping[str, Measured]]
-    trimmed: Array  # [A, K] at the highest load
     ways: tuple[Mapping[str, Measured], Mapping[str, Measured]]  # drafted one by one, in one pass; at the highest load
 
     @property
@@ -93,20 +79,15 @@ def sweep(pair: Pair, name: str, *, requests: Sequence[int] = (), effort: float 
     def run(policy: Policy, at: int, answers: Array, costs: CostTable = table, **more: Any) -> Measured:
         steps = max(24, int(effort * STEPS.get(at, 80)))
         start = simulate.warmed(policy, pair.trace, learned)
-        return simulate.measure(
+        return observed.measure(
             pair.trace, costs, start, at, answers, warmup=pair.first, num_steps=steps, seed=at, **more
         )
 
     own, top = policies(pair), max(levels)
-    seen: dict[str, Watched] = {}
-
-    def watching(*arguments: Any, **settings: Any) -> Replay:
-        seen["replay"] = Watched(*arguments, **settings)
-        return seen["replay"]
 
     arms: dict[int, dict[str, Measured]] = {r: {} for r in levels}
     for r, (arm, policy) in itertools.product(levels, own.items()):
-        arms[r][arm] = run(policy, r, pair.second, replay=watching if (r, arm) == (top, FULL) else Replay)
+        arms[r][arm] = run(policy, r, pair.second)
     arms[top][ORACLE] = run(Policy.adaptive(confidence="oracle", adaptive_drafting=False), top, pair.second)
     workloads = {}
     for workload in pair.trace.header["workloads"]:
@@ -117,8 +98,7 @@ def sweep(pair: Pair, name: str, *, requests: Sequence[int] = (), effort: float 
     ways: tuple[Mapping[str, Measured], Mapping[str, Measured]] = {}, {}
     if FULL in own and pair.trace.header["method"] != "ngram":
         ways = _both_ways(pair, name, top, lambda policy, costs: run(policy, top, pair.second, costs))
-    trimmed = seen["replay"].trimmed if seen else np.zeros((0, 0))
-    return Sweep(pair, name, table, arms, workloads, trimmed, ways)
+    return Sweep(pair, name, table, arms, workloads, ways)
 
 
 def _both_ways(
@@ -158,10 +138,11 @@ def rows(s: Sweep) -> dict[str, Row]:
 
 
 def position_1(s: Sweep) -> Row:
-    if not s.trimmed.sum():
+    trimmed = s.arms[s.top][FULL].trimmed  # [A, K]
+    if not trimmed.sum():
         return absent(_label(s, s.top), "nothing was trimmed")
-    share = estimate(ratio(s.trimmed[:, 0], s.trimmed.sum(axis=1), s.pair.weights))
-    total = s.trimmed.sum(axis=0) / s.trimmed.sum()
+    share = estimate(ratio(trimmed[:, 0], trimmed.sum(axis=1), s.pair.weights))
+    total = trimmed.sum(axis=0) / trimmed.sum()
     ours = "first trimmed at positions 1, 2, ...: " + " ".join(f"{x:.2f}" for x in total)
     return judged(_label(s, s.top), ours, share, below=1 / s.pair.trace.num_positions, details={"by_position": total})
 
