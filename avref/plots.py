@@ -35,7 +35,7 @@ from avref.plots_feature import (
 from avref.plots_lossless import plot_footnote, plot_live_budgets, plot_power, plot_rejection, plot_verified
 from avref.plots_pareto import on_frontier, plot_frontier, plot_load
 from avref.plots_quickstart import plot_drafts, plot_quickstart
-from avref.plots_study import plot_simulation
+from avref.plots_simulate import plot_simulation
 
 __all__ = [
     "POLICY_COLORS",

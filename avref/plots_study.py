@@ -1,4 +1,4 @@
-"""The figures of the study and of the simulator; they are drawn from the numbers in `claims.json`."""
+"""The figures of the study, drawn from the numbers in `claims.json`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from avref.plot_style import POLICY_COLORS, STYLE, new_figure
+from avref.plots_simulate import OUTSIDE, TABLES, plot_throughput
 
 PAIRS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = "osD^vP*X"
-TABLES = {"measured": "2 cores (measured)", "b300": "four B300 (published)"}
 FEATURES = ("logit_q_max", "loglog_q_max", "entropy", "margin", "log_q_max", "no fit", "head", "logit_q_sampled")
 NAMES = {"logit_q_max": "logit q_max", "loglog_q_max": "-log(-log q_max)", "log_q_max": "log q_max"}
 NAMES |= {"no fit": "q_max, no fit", "logit_q_sampled": "logit q_sampled (biased)"}
 RULES = ("stale", "early_stop", "lookahead", "retrospective")
-_OUTSIDE: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9}
 
 
 def figures(studies: Mapping[str, Any]) -> dict[str, Figure]:
@@ -58,40 +56,59 @@ def plot_features(studies: Mapping[str, Any]) -> Figure:
     figure, panels = new_figure(1, 3, size=(12.0, 4.6))
     pairs = studies["features"]
     width = 0.7 / len(pairs)
-    for axes, (measure, title) in zip(
-        panels, {"auc": "AUC", "log_loss": "log-loss (nats)", "ece": "calibration error"}.items(), strict=True
-    ):
+    titles = {"auc": "AUC", "log_loss": "log-loss (nats)", "ece": "calibration error"}
+    for axes, (measure, title) in zip(panels, titles.items(), strict=True):
         for i, (pair, table) in enumerate(pairs.items()):
             x = np.arange(len(FEATURES)) + (i - (len(pairs) - 1) / 2) * width
-            values = [table[f][measure] if f in table else {} for f in FEATURES]
-            _dots(axes, x, values, label=pair, linestyle="none", **_look(i))
+            _dots(
+                axes, x, [table.get(f, {}).get(measure, {}) for f in FEATURES], label=pair, linestyle="none", **_look(i)
+            )
         names = [NAMES.get(f, f) for f in FEATURES]
         axes.set_xticks(range(len(FEATURES)), names, rotation=40, ha="right", rotation_mode="anchor")
         axes.set(title=title)
-    panels[2].set_ylim(bottom=0)
-    panels[2].legend(**_OUTSIDE)
+        if measure != "auc":
+            _cut(axes, pairs, measure, title)
+    panels[2].legend(**OUTSIDE)
     return figure
+
+
+def _cut(axes: Axes, pairs: Mapping[str, Any], measure: str, title: str) -> None:
+    """End the axis above the fitted features; the title names what lies beyond."""
+    shown = [(pair, f, table[f][measure]) for pair, table in pairs.items() for f in FEATURES if f in table]
+    top = 1.1 * max(v["high"] for _, f, v in shown if f != "no fit" and v["high"] is not None)
+    beyond = [f"{pair}, {NAMES.get(f, f)}: {v['value']:.2f}" for pair, f, v in shown if v["value"] and v["value"] > top]
+    axes.set(ylim=(0 if measure == "ece" else None, top), title=title + "".join(f"\nbeyond: {b}" for b in beyond))
 
 
 @mpl.rc_context(STYLE)
 def plot_positions(studies: Mapping[str, Any]) -> Figure:
-    """AUC by draft position, a panel per pair: the fitted estimator, q_max as it is, and a trained head."""
+    """AUC by draft position, a panel per pair: the estimator, and the trained head where there is one.
+
+    Within a position every rising function of q_max ranks alike, so the estimator's line is that of q_max too.
+    Positions with too few drafts for an interval narrower than .5 are left out.
+    """
     pairs = studies["positions"]
     columns = min(4, len(pairs))
     rows = -(-len(pairs) // columns)
-    figure, panels = new_figure(rows, columns, size=(3.2 * columns + 1.2, 2.9 * rows), sharey=True)
-    looks = {"logit_q_max": "#D55E00", "no fit": "#7F7F7F", "head": "#0072B2"}
+    figure, panels = new_figure(rows, columns, size=(3.2 * columns + 1.2, 2.9 * rows), sharey=True, sharex=True)
+    looks = {"logit_q_max": ("estimator, and q_max as it is", "#D55E00"), "head": ("trained head", "#0072B2")}
+    deepest = max(len(table["logit_q_max"]) for table in pairs.values())
     for axes, (pair, table) in zip(panels, pairs.items(), strict=False):
-        for name, color in looks.items():
-            values = [m["auc"] for m in table.get(name, [])]
-            label = {"logit_q_max": "estimator", "head": "trained head"}.get(name, NAMES.get(name))
+        for name, (label, color) in looks.items():
+            values = [
+                m["auc"] if (m["auc"]["high"] or 9) - (m["auc"]["low"] or 0) < 0.5 else {} for m in table.get(name, [])
+            ]
             _dots(axes, np.arange(1, len(values) + 1), values, color=color, marker="o", label=label)
-        axes.set(title=pair, xlabel="draft position")
+        axes.axhline(0.5, color="#444444", linewidth=0.8)
+        axes.set(title=pair, xticks=range(1, deepest + 1))
     for axes in panels[len(pairs) :]:
         axes.set_axis_off()
+    for axes in panels[max(0, len(pairs) - columns) : len(pairs)]:
+        axes.set_xlabel("draft position")
+        axes.tick_params(labelbottom=True)
     panels[0].set_ylabel("AUC")
     handles = {name: h for axes in panels for h, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    panels[columns - 1].legend(handles.values(), handles.keys(), **_OUTSIDE)
+    panels[columns - 1].legend(handles.values(), handles.keys(), **OUTSIDE)
     return figure
 
 
@@ -105,30 +122,7 @@ def plot_coefficients(studies: Mapping[str, Any]) -> Figure:
             x = [c["entropy"]["value"] for c in workloads]
             _dots(axes, x, [c[name] for c in workloads], label=pair, linestyle="none", **_look(i))
         axes.set(xlabel="mean draft entropy of the workload (nats)", title=title)
-    first.legend(**_OUTSIDE)
-    return figure
-
-
-@mpl.rc_context(STYLE)
-def plot_throughput(studies: Mapping[str, Any]) -> Figure:
-    """Tokens/s over no speculation against requests running, a row per table, a column per pair."""
-    speeds = studies["speeds"]
-    tables, pairs = (list(dict.fromkeys(s[n] for s in speeds)) for n in ("table", "pair"))
-    figure, panels = new_figure(len(tables), len(pairs), size=(2.7 * len(pairs) + 2.2, 2.9 * len(tables)), sharex="row")
-    for axes, (table, pair) in zip(panels, ((t, p) for t in tables for p in pairs), strict=True):
-        own = next(s["over_none"] for s in speeds if s["table"] == table and s["pair"] == pair)
-        for arm, by_requests in own.items():
-            levels = [r for r in by_requests if by_requests[r]["value"]]
-            y = [by_requests[r]["value"] for r in levels]
-            axes.plot([int(r) for r in levels], y, markersize=4, label=_name(arm), **_arm(arm))
-        axes.set(xscale="log", title=f"{pair}, {TABLES.get(table, table)}" if len(pairs) < 4 else pair)
-        axes.set_xticks(ticks := [int(r) for r in own["none"]], [str(r) for r in ticks])
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        if pair == pairs[0]:
-            axes.set_ylabel(f"tokens/s over none\n{TABLES.get(table, table)}")
-    for axes in panels[-len(pairs) :]:
-        axes.set_xlabel("requests running")
-    panels[len(pairs) - 1].legend(**_OUTSIDE)
+    first.legend(**OUTSIDE)
     return figure
 
 
@@ -150,7 +144,7 @@ def plot_workload_gains(studies: Mapping[str, Any]) -> Figure:
         axes.axhline(1.0, color="#444444", linewidth=0.8)
         axes.set_xticks(range(len(workloads)), [w.replace("_", "\n") for w in workloads])
         axes.set(title=TABLES.get(table, table), ylabel="tokens/s over fixed K")
-    panels[-1].legend(**_OUTSIDE)
+    panels[-1].legend(**OUTSIDE)
     return figure
 
 
@@ -182,7 +176,7 @@ def plot_tracking(studies: Mapping[str, Any]) -> Figure:
         if max(r["excess"] for r in own) > 2:
             axes.set_title(f"{kind} (lines that leave the picture diverge)")
     panels[0].set_ylabel("excess log-loss (nats per graded draft)")
-    panels[-1].legend(**_OUTSIDE)
+    panels[-1].legend(**OUTSIDE)
     return figure
 
 
@@ -227,7 +221,7 @@ def plot_wrong_tables(studies: Mapping[str, Any]) -> Figure:
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
     axes.set(xlabel="tokens/s over decisions by the right table", title="What the decisions believe")
-    axes.legend(**_OUTSIDE)
+    axes.legend(**OUTSIDE)
     return figure
 
 
@@ -255,55 +249,5 @@ def plot_long_run(studies: Mapping[str, Any]) -> Figure:
     traces.set_xticks(range(len(settings)), [f"{t}\nR = {r}" for t, r in settings])
     traces.set(ylabel="tokens/s over the ratio's", title="On the traces")
     if rows:
-        traces.legend(**_OUTSIDE)
-    return figure
-
-
-# ---- the simulator ----
-def _name(arm: str) -> str:
-    kind, _, rest = arm.partition("-")
-    if kind in ("fixed", "adaptive") and rest:
-        k, _, more = rest.partition("-")
-        return f"{kind} K = {k}" + (", always drafts K" if more else "")
-    return {"none": "no speculation", "always-trim": "drafts, verifies nothing", "head": "trained head"}.get(arm, arm)
-
-
-def _arm(arm: str) -> dict[str, Any]:
-    if arm.startswith("fixed-"):
-        shade = 0.3 + 0.1 * min(7, int(arm.removeprefix("fixed-")))
-        return {"color": mpl.colormaps["Blues"](shade), "marker": "o", "linewidth": 1.2}
-    if arm.startswith("adaptive"):
-        full = arm.endswith(("full-draft", "always drafts K"))
-        look = {"color": "#E69F00" if full else POLICY_COLORS["adaptive-7"], "linewidth": 2.3, "marker": "s"}
-        return {**look, "linestyle": "--" if full else "-", "zorder": 4}
-    others = {"none": ("#7F7F7F", "D"), "oracle": ("#009E73", "*"), "head": ("#CC79A7", "^"), "q_max": ("#56B4E9", "v")}
-    color, marker = others.get(arm, ("#000000", "x"))
-    return {"color": color, "marker": marker, "linewidth": 1.4, "linestyle": "-" if arm == "none" else ":"}
-
-
-@mpl.rc_context(STYLE)
-def plot_simulation(result: Mapping[str, Any]) -> Figure:
-    """Tokens/s against tokens/s per user of every simulated arm, a point per number of requests running.
-
-    `result` is what `avref.evidence.simulate.simulate` returns. Both axes are logarithmic.
-    """
-    figure, (axes,) = new_figure(size=(8.8, 5.4))
-    rows = result["rows"]
-    for arm in dict.fromkeys(r["arm"] for r in rows):
-        own = sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["requests"])
-        x, y = [r["tokens_per_s_per_user"] for r in own], [r["tokens_per_s"] for r in own]
-        axes.plot(x, y, markersize=4.5, label=_name(arm), **_arm(arm))
-        if arm.startswith("adaptive") and not arm.endswith("full-draft"):
-            for r, a, b in zip(own, x, y, strict=True):
-                axes.annotate(str(r["requests"]), (a, b), (5, 4), textcoords="offset points", fontsize=8.5)
-    axes.set(xscale="log", yscale="log", xlabel="tokens/s per user", ylabel="tokens/s, all requests")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_formatter(NullFormatter())
-    axes.set_title("Throughput against speed per user, replayed (numbers: requests running at once)")
-    axes.legend(**_OUTSIDE)
-    about = f"{result['trace']['target']} + {result['trace']['method']}, cost table: "
-    figure.supxlabel(
-        about + f"{result['table'].get('machine', 'not named')}", fontsize=8.5, color="#555555", x=0.01, ha="left"
-    )
+        traces.legend(**OUTSIDE)
     return figure

@@ -133,15 +133,27 @@ def test_sums_by_answer_add_up_to_the_run() -> None:
         assert found.resampled(one)[0] == pytest.approx(1e3 * requests * found.tokens[most] / found.ms[most])
 
 
+def test_arms_are_compared_on_the_same_luck() -> None:
+    """A policy that admits everything ends where fixed K ends, step for step, though it draws other random numbers."""
+    trace = made_up(20, 3, 40, parallel=False)
+    free = CostTable(np.zeros(9), 1.0 + 1e-9 * np.arange(60))
+    policy = Policy.adaptive(adaptive_drafting=False)
+    for requests in (2, 8):
+        one = measure(trace, BROAD, Policy.fixed(3), requests, np.arange(20), num_steps=80, warmup=np.arange(4))
+        other = measure(trace, BROAD, policy, requests, np.arange(20), num_steps=80, warmup=np.arange(4), believed=free)
+        assert (one.tokens == other.tokens).all() and one.ms == pytest.approx(other.ms)
+        assert one.over(other, np.ones((1, 20)))[0] == pytest.approx(1.0)
+
+
 def test_few_requests_still_see_many_answers_and_the_first_start_anywhere() -> None:
     trace = made_up(40, 3, 200)
     found = measure(trace, LINEAR, Policy.fixed(3), 1, np.arange(40), num_steps=600)
     assert (found.ms > 0).sum() > 12  # an answer takes about 60 steps
-    run = Observed(trace, BROAD, Policy.fixed(3), num_requests=8)
     starts: list[int] = []
-    for _ in range(30):
+    for seed in range(30):
+        run = Observed(trace, BROAD, Policy.fixed(3), num_requests=8, seed=seed)
         run.run(1)
-        starts += list(run.begin.values())[-8:]
+        starts += run.begin.values()
     assert np.mean(starts) == pytest.approx(0.5 * trace.num_tokens.mean(), rel=0.15)
 
 

@@ -3,11 +3,14 @@
 A busy server's requests stand anywhere in their answers. So the first requests of a run start at random offsets; the
 later ones at the beginning, as they enter where others end. With few requests, a run of some hundred steps would see a
 few answers only; there a request leaves after `WINDOW` tokens, and every request starts at a random offset.
+
+Arms are compared on the same luck: with one seed, the i-th request of a run goes through the same answer from the same
+offset, and the drafts there meet the same fate, whatever the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,7 @@ from avref.evidence.trace_file import Array, Trace
 
 WARMUP_STEPS = 32
 WINDOW, FEW = 48, 4  # tokens; requests up to which windows are used
+FATES = 8  # draws of what becomes of every draft; requests take them in turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +57,11 @@ class Measured:
 class Observed(Replay):
     """A replay that keeps count by answer, and starts its requests as the module says."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.windows = self.max_num_seqs <= FEW
+    def __init__(self, *arguments: Any, seed: int = 0, **options: Any) -> None:
+        super().__init__(*arguments, seed=seed, **options)
+        self.seed, self.windows = seed, self.max_num_seqs <= FEW
+        draws = np.random.default_rng(seed).random((FATES, *self.accept.shape), dtype=np.float32)
+        self.kept_drafts = np.cumprod(draws < self.accept, axis=2, dtype=np.uint8).sum(axis=2)  # [FATES, N]
         self.begin: dict[int, int] = {}  # request -> offset that it began at
         self.clear()
 
@@ -64,13 +70,24 @@ class Observed(Replay):
         num_answers = len(self.trace.num_tokens)
         self.tokens, self.ms = np.zeros(num_answers), np.zeros(num_answers)
         self.trimmed = np.zeros((num_answers, self.num_positions))
+        self.first_request = self.num_requests
+        self.luck = np.random.default_rng(self.seed + 1)
+
+    def _endless(self, answers: Array) -> Iterator[int]:
+        order = np.random.default_rng(self.seed + 2)
+        while True:
+            yield from order.permutation(answers).tolist()
+
+    def _first_rejection(self, rows: Array) -> Array:
+        return self.kept_drafts[self.fate, rows].astype(np.int64)
 
     def _step(self, run: Any) -> None:
         new = np.array([i not in self.begin for i in run.ids.tolist()])
         if self.windows or run.stats.num_steps == 0:
-            anywhere = self.generator.random(len(new)) * (self.trace.num_tokens[run.answer] - 1)
-            run.offset = np.where(new, anywhere.astype(np.int64), run.offset)
+            anywhere = self.luck.random(int(new.sum())) * (self.trace.num_tokens[run.answer[new]] - 1)
+            run.offset[new] = anywhere.astype(np.int64)
         self.begin.update(zip(run.ids[new].tolist(), run.offset[new].tolist(), strict=True))
+        self.fate = (run.ids - self.first_request) % FATES
         ids, answer, before, clock_ms = run.ids, run.answer, run.offset, run.clock_ms
         super()._step(run)
         left = self.trace.num_tokens[answer] - 1 - before

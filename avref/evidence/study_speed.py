@@ -25,6 +25,7 @@ from avref.evidence.trace_file import Array
 SETTINGS: Mapping[str, Sequence[int]] = {"measured": (1, 4, 16, 32), "b300": (1, 4, 16, 64)}
 FRONTIER = 5 / 7  # of the concurrencies, as in the article
 TIE = 0.03
+CLEAR = 1.01  # a point is off the frontier when another is better in both by more than this
 STEPS = {1: 500, 4: 360, 16: 200, 32: 100, 64: 80}  # by requests: few requests finish few answers in a step
 ADAPTIVE, FULL, HEAD, ORACLE, PLAIN = "adaptive", "adaptive, always drafts K", "head", "oracle", "none"
 
@@ -181,7 +182,12 @@ def pareto(s: Sweep) -> Row:
     for arm in (FULL, ADAPTIVE):
         on = [
             ~np.any(
-                [(y > both[r, arm][0]) & (u > both[r, arm][1]) for (_, a), (y, u) in both.items() if a in lengths], 0
+                [
+                    (y > CLEAR * both[r, arm][0]) & (u > CLEAR * both[r, arm][1])
+                    for (_, a), (y, u) in both.items()
+                    if a in lengths
+                ],
+                0,
             )
             for r in s.arms
         ]
