@@ -66,22 +66,29 @@ def plot_simulation(result: Mapping[str, Any]) -> Figure:
 
 @mpl.rc_context(STYLE)
 def plot_throughput(studies: Mapping[str, Any]) -> Figure:
-    """Tokens/s over no speculation against requests running, a row per table, a column per pair."""
+    """Tokens/s over no speculation against requests running: a panel per table and pair."""
     speeds = studies["speeds"]
     tables, pairs = (list(dict.fromkeys(s[n] for s in speeds)) for n in ("table", "pair"))
-    figure, panels = new_figure(len(tables), len(pairs), size=(2.7 * len(pairs) + 2.2, 2.9 * len(tables)), sharex="row")
-    for axes, (table, pair) in zip(panels, ((t, p) for t in tables for p in pairs), strict=True):
-        own = next(s["over_none"] for s in speeds if s["table"] == table and s["pair"] == pair)
+    columns = min(4, len(pairs))
+    rows = -(-len(pairs) // columns)
+    figure, panels = new_figure(len(tables) * rows, columns, size=(3.0 * columns + 2.2, 2.7 * rows * len(tables)))
+    for i, axes in enumerate(panels):
+        table, place = tables[i // (rows * columns)], i % (rows * columns)
+        if place >= len(pairs):
+            axes.set_axis_off()
+            continue
+        own = next(s["over_none"] for s in speeds if s["table"] == table and s["pair"] == pairs[place])
         for arm, by_requests in own.items():
             levels = [r for r in by_requests if by_requests[r]["value"]]
             y = [by_requests[r]["value"] for r in levels]
             axes.plot([int(r) for r in levels], y, markersize=4, label=_name(arm), **_arm(arm))
-        axes.set(xscale="log", title=f"{pair}, {TABLES.get(table, table)}" if len(pairs) < 4 else pair)
+        axes.set(xscale="log", title=f"{pairs[place]}, {table}", xlabel="requests running")
         axes.set_xticks(ticks := [int(r) for r in own["none"]], [str(r) for r in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        if pair == pairs[0]:
-            axes.set_ylabel(f"tokens/s over none\n{TABLES.get(table, table)}")
-    for axes in panels[-len(pairs) :]:
-        axes.set_xlabel("requests running")
-    panels[len(pairs) - 1].legend(**OUTSIDE)
+        if place % columns == 0:
+            axes.set_ylabel("tokens/s over none")
+    handles = {name: h for axes in panels for h, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    panels[columns - 1].legend(handles.values(), handles.keys(), **OUTSIDE)
+    about = "; ".join(f"{t}: {TABLES.get(t, t)}" for t in tables)
+    figure.supxlabel(about, fontsize=8.5, color="#555555", x=0.01, ha="left")
     return figure

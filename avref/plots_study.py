@@ -85,7 +85,7 @@ def plot_positions(studies: Mapping[str, Any]) -> Figure:
     """AUC by draft position, a panel per pair: the estimator, and the trained head where there is one.
 
     Within a position every rising function of q_max ranks alike, so the estimator's line is that of q_max too.
-    Positions with too few drafts for an interval narrower than .5 are left out.
+    Positions with fewer than 50 drafts are left out.
     """
     pairs = studies["positions"]
     columns = min(4, len(pairs))
@@ -95,9 +95,7 @@ def plot_positions(studies: Mapping[str, Any]) -> Figure:
     deepest = max(len(table["logit_q_max"]) for table in pairs.values())
     for axes, (pair, table) in zip(panels, pairs.items(), strict=False):
         for name, (label, color) in looks.items():
-            values = [
-                m["auc"] if (m["auc"]["high"] or 9) - (m["auc"]["low"] or 0) < 0.5 else {} for m in table.get(name, [])
-            ]
+            values = [m["auc"] if m["drafts"] >= 50 else {} for m in table.get(name, [])]
             _dots(axes, np.arange(1, len(values) + 1), values, color=color, marker="o", label=label)
         axes.axhline(0.5, color="#444444", linewidth=0.8)
         axes.set(title=pair, xticks=range(1, deepest + 1))

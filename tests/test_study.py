@@ -285,6 +285,13 @@ def test_the_study_holds_every_claim_with_a_verdict(small: tuple[dict[str, Any],
     assert set(result["absent"]) == {"draft_model", "eagle", "mtp", "dflash", "layer_skip", "dflash-greedy"}
 
 
+def test_a_pair_with_few_answers_gets_numbers_but_no_verdict() -> None:
+    row = Row("short, 2 cores", "1.2", CONFIRMED, "", Estimate(1.2, 1.1, 1.3))
+    weak = study._weak(row, {"short": 4})
+    assert (weak.verdict, weak.value, weak.ours) == (UNMEASURED, row.value, "1.2") and "4 held-out" in weak.why
+    assert study._weak(row, {"other": 4}) is row
+
+
 def test_greedy_drafting_has_no_drawn_token_to_read() -> None:
     greedy, sampled = (Pair("p", made_up(18, greedy=greedy)) for greedy in (True, False))
     assert study_scores.drawn_token(greedy).verdict == UNMEASURED

@@ -91,7 +91,7 @@ class Observed(Replay):
         ids, answer, before, clock_ms = run.ids, run.answer, run.offset, run.clock_ms
         super()._step(run)
         left = self.trace.num_tokens[answer] - 1 - before
-        stays = np.isin(ids, run.ids)
+        stays = np.searchsorted(ids, run.ids)  # request ids rise along the batch
         left[stays] = run.offset - before[stays]
         np.add.at(self.tokens, answer, left)
         np.add.at(self.ms, answer, run.clock_ms - clock_ms)

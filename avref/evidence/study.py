@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from avref.evidence.pair import Pair
 from avref.evidence.resampling import summary
 
 FAMILIES = (*METHODS, "dflash-greedy")
+FEWEST = 8  # held-out answers
 
 
 def run(
@@ -117,6 +119,8 @@ def _gathered(pairs: Mapping[str, Mapping[str, Any]], once: Mapping[str, Any]) -
         for key, more in own["rows"].items():
             rows.setdefault(key, []).extend(more)
     rows["slope_moves"] = study_fits.slope_moves({name: own["coefficients"] for name, own in pairs.items()})
+    few = {name: own["trace"]["held_out"] for name, own in pairs.items() if own["trace"]["held_out"] < FEWEST}
+    rows = {key: [_weak(row, few) for row in found] for key, found in rows.items()}
     described = {name: {w: c.described() for w, c in own["coefficients"].items()} for name, own in pairs.items()}
     studies = {
         "features": {name: own["features"] for name, own in pairs.items() if own["features"]},
@@ -136,14 +140,24 @@ def _gathered(pairs: Mapping[str, Mapping[str, Any]], once: Mapping[str, Any]) -
     )
 
 
+def _weak(row: Row, few: Mapping[str, int]) -> Row:
+    """Without a verdict when the pair has too few held-out answers for an interval to mean anything."""
+    num = few.get(row.pair.split(",")[0])
+    if num is None or row.verdict == claims.UNMEASURED:
+        return row
+    return replace(row, verdict=claims.UNMEASURED, why=f"{num} held-out answers, too few to resample")
+
+
 # ---- output ----
 ABOUT = """\
 Each row is one pair: one recorded trace (`python -m avref trace`). Intervals are the middle 95 % over {resamples}
 resamples of whole answers, not of drafts; what was fitted before, and the company that a request had, is not resampled.
-Fits use the first half of each workload's prompts, numbers come from the second. The estimator is the one that serves.
+Intervals over three or four answers, all that a workload of a short trace holds out, are too narrow. Fits use the first
+half of each workload's prompts, numbers come from the second. The estimator is the one that serves.
 
 Throughput is replayed under two cost tables, not measured with the engine: "2 cores" is this project's own pair on two
 CPU cores, up to 32 requests; "B300" the published profile of DeepSeek-V4-Flash with DSpark on four B300, at up to 64.
+Arms are compared on the same luck: the same answers, from the same offsets, and the same fate of the same drafts.
 What drafting costs follows from the pair's family: one pass per block (dflash, dspark), one per draft (the others),
 nothing (ngram). What the engine itself does is measured by `python -m avref bench`.
 """

@@ -21,11 +21,13 @@ NO_LOGITS = "an n-gram drafter has no logits, so no features"
 PERTURBED = 0.1
 
 
-def measures(scores: ScoreSums, weights: Floats) -> dict[str, Estimate]:
-    return {name: estimate(getattr(scores, name)(weights)) for name in ("auc", "log_loss", "ece")}
+def measures(scores: ScoreSums, weights: Floats) -> dict[str, Any]:
+    """AUC, log-loss and ECE with their intervals, and on how many drafts."""
+    found = {name: estimate(getattr(scores, name)(weights)) for name in ("auc", "log_loss", "ece")}
+    return {**found, "drafts": len(scores.y)}
 
 
-def feature_table(pair: Pair) -> dict[str, dict[str, Estimate]]:
+def feature_table(pair: Pair) -> dict[str, dict[str, Any]]:
     """AUC, log-loss and ECE on held-out answers of every feature, of q_max without a fit, and of the head."""
     if not pair.has_logits:
         return {}
@@ -33,7 +35,7 @@ def feature_table(pair: Pair) -> dict[str, dict[str, Estimate]]:
     return {name: measures(pair.scores(name), pair.weights) for name in names}
 
 
-def by_position(pair: Pair) -> dict[str, list[dict[str, Estimate]]]:
+def by_position(pair: Pair) -> dict[str, list[dict[str, Any]]]:
     """The same by draft position, for the estimator, q_max without a fit, and the head."""
     if not pair.has_logits:
         return {}

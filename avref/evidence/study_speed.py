@@ -25,7 +25,7 @@ from avref.evidence.trace_file import Array
 SETTINGS: Mapping[str, Sequence[int]] = {"measured": (1, 4, 16, 32), "b300": (1, 4, 16, 64)}
 FRONTIER = 5 / 7  # of the concurrencies, as in the article
 TIE = 0.03
-CLEAR = 1.01  # a point is off the frontier when another is better in both by more than this
+CLEAR = 1.01  # less than this is no difference: off the frontier is what another beats by more, in both
 STEPS = {1: 500, 4: 360, 16: 200, 32: 100, 64: 80}  # by requests: few requests finish few answers in a step
 ADAPTIVE, FULL, HEAD, ORACLE, PLAIN = "adaptive", "adaptive, always drafts K", "head", "oracle", "none"
 
@@ -207,7 +207,7 @@ def smaller_fixed(s: Sweep) -> Row:
         return absent(_label(s), TOO_FEW)
     most = max(gains, key=lambda r: gains[r].low)
     ours = ", ".join(f"{r}: {found[r]} {e.text(2)}" for r, e in gains.items())
-    row = judged(_label(s), ours, gains[most], above=1.0)
+    row = judged(_label(s), ours, gains[most], above=CLEAR)
     return row if row.verdict == CONFIRMED else Row(row.pair, ours, FAILED, "at none of these", gains[most])
 
 
