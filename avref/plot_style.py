@@ -78,5 +78,5 @@ def save(fig: Figure, name: str, *, dpi: int = 150) -> Path:
 def png(figure: Figure) -> bytes:
     """The picture as the bytes of a PNG file, for a widget that keeps one."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format="png", dpi=90, pil_kwargs={"compress_level": 1})  # a redraw waits for this
     return buffer.getvalue()
