@@ -55,13 +55,8 @@ def build(base: LLM, config: Mapping[str, Any] | None, max_num_seqs: int) -> LLM
 
 def speculative(method: str, drafter: Any, num: int, adaptive: bool, **more: Any) -> dict[str, Any]:
     """The `speculative_config` of an arm: `num` drafts, verified all (fixed) or adaptively."""
-    return {
-        "method": method,
-        "model": drafter,
-        "num_speculative_tokens": num,
-        "enable_adaptive_verification": adaptive,
-        **more,
-    }
+    own = {"method": method, "model": drafter, "num_speculative_tokens": num}
+    return {**own, "enable_adaptive_verification": adaptive, **more}
 
 
 def params(count: int, max_tokens: int, seed: int, **more: Any) -> list[SamplingParams]:
@@ -138,6 +133,12 @@ class Learned:
         return copy.deepcopy(state, {id(x): x for x in kept})
 
 
+def fit(llm: LLM) -> dict[str, Any] | None:
+    """Coefficients of an arm's estimator, for a report; None without one."""
+    e = llm.estimator
+    return None if e is None else {"slope": float(e.slope), "intercepts": e.intercepts.tolist(), "refits": e.num_refits}
+
+
 def rotate(items: Sequence[Item], by: int) -> list[Item]:
     """The items from place `by` on, then those before: no arm is always the first to run."""
     by %= len(items)
@@ -165,10 +166,7 @@ def row(concurrency: int, arm: str, runs: Sequence[Run], plain: Sequence[float |
         "tokens_per_forward": float(emitted / max(total["num_steps"], 1)),
         "tokens_per_request_step": float(emitted / max(total["num_request_steps"], 1)),
         "verified_per_step": float(total["verified_by_position"].sum() / max(total["num_steps"], 1)),
-        "accepted_by_position": total["accepted_by_position"].tolist(),
-        "graded_by_position": total["graded_by_position"].tolist(),
-        "verified_by_position": total["verified_by_position"].tolist(),
-        "drafted_by_position": total["drafted_by_position"].tolist(),
+        **{name: values.tolist() for name, values in total.items() if name.endswith("_by_position")},
         "milliseconds": {k: float(total[f"{k}_ms"]) for k in MILLISECONDS},
         "refits": int(total["num_refits"]),
     }

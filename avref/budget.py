@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from avref.cost_table import CostTable
-from avref.pruning import StaleSurvival, SurvivalProfile, choose_budget
+from avref.pruning import StaleSurvival, SurvivalProfile, choose_budget, settled
 
 
 class Budget:
@@ -40,7 +40,30 @@ class Budget:
         profile = self.profiles[depth].predict(int(capacities.sum()))
         return choose_budget(live, cost_table, num_requests, rule="lookahead", profile=profile, capacities=capacities)
 
-    def record(self, live: Tensor, capacities: Tensor, drafted: Tensor, request_ids: Sequence[int]) -> None:
-        """Keep this step's survivals, after its budget was chosen; drafted [R] are the drafts each request got."""
-        self.profiles[live.shape[1]].update(live, capacities)
+    def settled(
+        self, live: Tensor, drafted: int, capacities: Tensor, request_ids: Sequence[int], cost_table: CostTable
+    ) -> bool:
+        """Whether drafting may end behind `drafted` positions: no later draft can be verified, or have a say in that.
+
+        live [R, depth planned] is 0 behind them. Not for retrospective, which reads everything, nor for lookahead
+        before its first step drafted in full: the profile would never learn what lies behind.
+        """
+        if self.rule == "retrospective" or (self.rule == "lookahead" and live.shape[1] not in self.profiles):
+            return False
+        budget = self.choose(live, capacities, request_ids, cost_table)
+        return settled(live.numpy(), drafted, budget - (self.rule == "stale"), capacities)
+
+    def record(
+        self,
+        live: Tensor,
+        capacities: Tensor,
+        drafted: Tensor,
+        request_ids: Sequence[int],
+        known: int | None = None,
+    ) -> None:
+        """Keep this step's survivals, after its budget was chosen; drafted [R] are the drafts each request got.
+
+        known: where drafting ended early, how many of the best survivals are sure to be the best.
+        """
+        self.profiles[live.shape[1]].update(live, capacities, known)
         self.stale.record(request_ids, F.pad(live, (0, self.num_positions - live.shape[1])), drafted)

@@ -16,12 +16,11 @@ that has seen x_k, like a threshold on the drawn token's own probability, may st
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from avref.config import DEFAULT_THRESHOLDS, ESTIMATOR_KEYS, SpeculativeConfig
-from avref.drafters.base import Drafter, DraftProposal, Enough
+from avref.drafters.base import Drafter, DraftProposal
 from avref.estimator import OnlineAcceptanceEstimator
 from avref.features import FEATURES, q_max
 from avref.pruning import survival
@@ -82,55 +81,28 @@ class Confidence:
         """Whether this is a stopping rule, without budget and cost table."""
         return self.threshold is not None
 
-    def read(self, proposal: DraftProposal, temperature: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(features [R, K] for the estimator to observe, or None; confidence [R, K]); 0 past the drafted depth.
+    def read(self, proposal: DraftProposal, temperature: Tensor, first: int = 0) -> tuple[Tensor | None, Tensor]:
+        """(features [R, K] for the estimator to observe, or None; confidence [R, K]); 0 where nothing is drafted.
 
-        temperature [R], 0 for greedy requests.
+        temperature [R], 0 for greedy requests. The proposal holds the positions from `first` on.
         """
+        width = proposal.tokens.shape[1]
+        padded = lambda x: F.pad(x, (first, self.num_positions - first - width))  # noqa: E731  # [R, K]
         if self.source == "estimator":
             assert self.estimator is not None and proposal.logits is not None
-            features = self._padded(self.feature.fn(proposal.logits, proposal.draft_ids, temperature[:, None]))
-            return features, self._padded(self.estimator.predict(features)[:, : proposal.tokens.shape[1]])
+            features = padded(self.feature.fn(proposal.logits, proposal.draft_ids, temperature[:, None]))
+            return features, padded(self.estimator.predict(features)[:, first : first + width])
+        if self.source == "stop_head":
+            assert proposal.stop is not None
+            return None, padded(proposal.stop.float().sigmoid())
         if self.source == "head":
             assert proposal.confidence is not None
-            return None, self._padded(proposal.confidence)
-        return None, self._padded(self._score(proposal.logits, proposal.stop, temperature[:, None]))
+            return None, padded(proposal.confidence)
+        assert proposal.logits is not None
+        return None, padded(q_max(proposal.logits, temperature[:, None]))
 
     def stop(self, confidence: Tensor) -> Tensor:
         """Drafts that the stopping rule verifies [R]: those before the first that falls under the threshold."""
         assert self.threshold is not None
         score = survival(confidence) if self.source == "stop_head" else confidence  # [R, K]
         return (score >= self.threshold).cumprod(-1).sum(-1)
-
-    def enough(self, capacity: Tensor, temperature: Tensor) -> Enough | None:
-        """For a token-by-token drafter: no request wants another draft. None unless this is a stopping rule.
-
-        A request wants draft k + 1 while draft k is to be verified and its capacity [R] is not used up. What is left
-        out would not have been verified, so the block may end for all of them.
-        """
-        threshold = self.threshold
-        if threshold is None:
-            return None
-        wanted = torch.ones_like(capacity, dtype=torch.bool)  # [R]
-        reached = torch.ones_like(temperature)
-        drafted = 0
-
-        def enough(logits: Tensor, stop: Tensor | None) -> bool:
-            nonlocal wanted, reached, drafted
-            drafted += 1
-            score = self._score(logits, stop, temperature)
-            reached = reached * score if self.source == "stop_head" else score
-            wanted = wanted & (reached >= threshold) & (drafted < capacity)
-            return not bool(wanted.any())
-
-        return enough
-
-    def _score(self, logits: Tensor | None, stop: Tensor | None, temperature: Tensor) -> Tensor:
-        if self.source == "stop_head":
-            assert stop is not None
-            return stop.float().sigmoid()
-        assert logits is not None
-        return q_max(logits, temperature)
-
-    def _padded(self, values: Tensor) -> Tensor:
-        return F.pad(values, (0, self.num_positions - values.shape[1]))  # [R, K]

@@ -14,13 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from avref.files import write_text
 
 Floats = npt.NDArray[np.float64]
 
@@ -153,25 +154,12 @@ class CostTable:
         content = {
             "metadata": self.metadata,
             "draft_ms": self.draft_ms.tolist(),
-            "verify_ms": [
-                np.nan_to_num(row[: limit + 1]).tolist() for row, limit in rows
-            ],  # NaN is not JSON: rows are cut
+            "verify_ms": [np.nan_to_num(row[: end + 1]).tolist() for row, end in rows],  # NaN is not JSON: cut there
             "by_requests": self.verify_ms.ndim == 2,
             "max_tokens": self.max_tokens,
         }
         document = {"schema_version": SCHEMA_VERSION, "sha256": _checksum(content), "table": content}
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(document, file, allow_nan=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_text(path, json.dumps(document, allow_nan=False))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:

@@ -3,17 +3,20 @@
 Adaptive verification still pays for drafts that it then trims. So before a step of R requests drafts, it asks which
 depth d promises the most tokens per millisecond,
 
-    R a_d / (draft_ms[R, d] + verify_ms[R + R b_d]),        d = 0, 1, ..., K        (a_0 = 1, b_0 = 0: no drafting)
+    R a_d / (draft_ms[R, e_d] + verify_ms[R + R b_d]),        d = 0, 1, ..., K        (a_0 = 1, b_0 = 0: no drafting)
 
-with a_d the tokens that a step drafted to depth d emits per request, and b_d the drafts it verifies per request. Both
-are running means over past steps. A step drafted to depth D tells about every d <= D: cut its survivals S at d, then
+with a_d the tokens that a step drafted to depth d emits per request, b_d the drafts it verifies per request, and e_d
+the positions it really drafts: a token-by-token drafter ends the block once nothing deeper can be verified
+(`pruning.settled`); for others e_d = d. All are running means over past steps. A step drafted to depth D tells about
+every d <= D: cut its survivals S at d, then
 
     B_d = argmax over B of (R + sum of the B best) / (draft_ms[R, d] + verify_ms[R + B])
     A_d = R + sum of the B_d best
 
-and a_d, b_d move towards A_d / R, B_d / R. This argmax looks back at survivals of drafts whose fate is settled. Nothing
-about the present step's drafts is read, so the choice cannot bias them, and the emitted law stays the target's (a depth
-that depends on the drafts themselves does bias it: `exact.aggregate_early_stop`).
+and a_d, b_d, e_d move towards A_d / R, B_d / R and where the block could end. This argmax looks back at survivals of
+drafts whose fate is settled. Nothing about the present step's drafts is read, so the choice cannot bias them, and the
+emitted law stays the target's (a depth that depends on the drafts themselves does bias it:
+`exact.aggregate_early_stop`).
 
 A step drafted to depth d says nothing about deeper ones. So the first steps are drafted in full, and later every 16th,
 or every 16 n-th where drafting is dear, so that looking costs at most 2 % of the time.
@@ -48,10 +51,13 @@ class DraftDepth:
         self.num_positions, self.rate, self.warmup = num_positions, rate, warmup
         self.tokens = np.ones(num_positions + 1)  # a_d
         self.verified = np.zeros(num_positions + 1)  # b_d
+        self.drafted = np.arange(num_positions + 1.0)  # e_d
         self.seen = np.zeros(num_positions + 1, dtype=np.int64)  # steps behind them
+        self.in_full = True  # whether the depth chosen last is for learning, and the block must not end early
 
     def choose(self, step: int, num_requests: int, deepest: int, cost_table: CostTable) -> int:
         """Depth for a step that may draft up to `deepest` positions; `step` counts decode steps from 0."""
+        self.in_full = True
         if deepest == 0 or self.seen[deepest] < self.warmup:
             return deepest
         full_ms = draft_ms(cost_table, num_requests, deepest)
@@ -59,17 +65,24 @@ class DraftDepth:
         every = EXPLORE_EVERY * max(1, math.ceil(full_ms[-1] / plain_ms / (EXPLORE_SHARE * EXPLORE_EVERY)))
         if step % every == every - 1:
             return deepest
+        self.in_full = False
         depths = slice(0, deepest + 1)
         packed = num_requests * (1.0 + self.verified[depths])  # [deepest+1] tokens, seldom a whole number
         packed = np.minimum(packed, cost_table.token_limit(num_requests))
         below, above = np.floor(packed).astype(int), np.ceil(packed).astype(int)
         low, high = cost_table.verify(num_requests, below), cost_table.verify(num_requests, above)
         verify_ms = low + (packed - below) * (high - low)
-        rates = num_requests * self.tokens[depths] / (full_ms + verify_ms)
+        drafting_ms = np.interp(self.drafted[depths], np.arange(deepest + 1), full_ms)
+        rates = num_requests * self.tokens[depths] / (drafting_ms + verify_ms)
         return int(rates.argmax())  # of equal ones the smallest depth
 
-    def learn(self, survival: Floats, capacities: npt.NDArray[np.int64], cost_table: CostTable) -> None:
-        """Take in a step's survivals [R, D], drafted to depth D; slots at or past capacities [R] did not exist."""
+    def learn(
+        self, survival: Floats, capacities: npt.NDArray[np.int64], cost_table: CostTable, ended_at: int | None = None
+    ) -> None:
+        """Take in the survivals [R, D] of a step of depth D; slots at or past capacities [R] did not exist.
+
+        ended_at: the position behind which drafting could end (default D); survivals behind it may be unknown, and 0.
+        """
         num_requests, deepest = survival.shape
         if deepest == 0:
             return
@@ -90,6 +103,7 @@ class DraftDepth:
         rate = np.maximum(self.rate, 1.0 / self.seen[now])
         self.tokens[now] += rate * (emitted / num_requests - self.tokens[now])
         self.verified[now] += rate * (verified / num_requests - self.verified[now])
+        self.drafted[now] += rate * (np.minimum(np.arange(1, deepest + 1), ended_at or deepest) - self.drafted[now])
 
 
 def draft_ms(cost_table: CostTable, num_requests: int, deepest: int) -> Floats:

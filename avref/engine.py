@@ -3,13 +3,16 @@
 `Engine.decode` is the whole method: depth, draft, feature, confidence, survival, budget, allocate, verify, accept or
 reject, observe, refit. Running requests occupy the cache rows 0 .. R-1; when one finishes, the last row moves into its
 place. A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
+
+On a GPU the host waits for the device 4 times in a plain step (5 with top-p). Speculation adds at most 3 waits per
+drafter forward, 11 plus 7 per position reached in acceptance, and 9 with adaptive verification (tests/test_transfers).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,12 +23,13 @@ from avref.budget import Budget
 from avref.confidence import Confidence
 from avref.config import SpeculativeConfig
 from avref.cost_table import CostTable
+from avref.decision import Decision
 from avref.depth import DraftDepth
 from avref.drafters.base import Drafter, DraftProposal
 from avref.estimator import OnlineAcceptanceEstimator
 from avref.packed import Layout, PackedModel
-from avref.pruning import SurvivalProfile, allocate, survival
-from avref.request import Request
+from avref.pruning import SurvivalProfile
+from avref.request import Request, fresh_uniforms, sampling_tensors
 from avref.stats import Stats, Stopwatch
 
 MAX_PREFILL_TOKENS = 4096  # longest packed prefill forward
@@ -134,8 +138,8 @@ class Engine:
         logits, hidden = self.target.forward(
             ids, layout, layout.last, self.drafter.hidden_layers if self.drafter else ()
         )
-        uniforms = torch.stack([torch.rand(1, generator=r.generator) for r in entering])[:, 0].to(device)
-        tokens = sampling.sample(sampling.probs(logits, *self._sampling_tensors(entering)), uniforms).tolist()
+        uniforms = fresh_uniforms(entering, 1, device)[:, 0]
+        tokens = sampling.sample(sampling.probs(logits, *sampling_tensors(entering, device)), uniforms).tolist()
         if self.drafter:
             self.drafter.enter(layout, prompts, hidden)
         for request, token in zip(entering, tokens, strict=True):
@@ -153,16 +157,18 @@ class Engine:
         capacity = [self._capacity(r) for r in requests]
         depth = self._depth(max(capacity))
         capacity = [min(c, depth) for c in capacity]
-        temperature, top_k, top_p = self._sampling_tensors(requests)
+        temperature, top_k, top_p = sampling_tensors(requests, device)
         pending = torch.tensor([r.output_ids[-1] for r in requests], device=device)  # [R]
-        uniforms = self._uniforms(requests)  # [R, 2K + 2]
+        # [R, 2K + 2]: K to draft with, K to accept with, one for the residual or bonus token
+        uniforms = fresh_uniforms(requests, 2 * self.num_positions + 2, device)
         self.watch.lap("other")
 
-        proposal = self._draft(lengths, pending, capacity, temperature, uniforms)
+        decision = self._decision(capacity, temperature)
+        proposal = self._draft(lengths, pending, max(capacity), temperature, uniforms, decision)
         self.watch.lap("draft")
 
-        drafted = _drafted(proposal, capacity)
-        features, admitted = self._admit(proposal, capacity, drafted, temperature)
+        drafted = proposal.found(capacity) if proposal else [0] * len(requests)
+        admitted = self._admit(proposal, decision, capacity, drafted)
         drafts = proposal.tokens.tolist() if proposal else [[]] * len(requests)
         chunks = [[r.output_ids[-1], *d[:n]] for r, d, n in zip(requests, drafts, admitted, strict=True)]
         layout = Layout(lengths, [len(c) for c in chunks], device)
@@ -183,9 +189,11 @@ class Engine:
             self.stats.num_tokens += taken
             graded_accepted.append(min(n, taken))  # nothing behind a stop token is graded
             graded_verified.append(min(m, taken) if taken <= n else m)
-        if self.estimator is not None and features is not None:
+        if self.estimator is not None and decision is not None and decision.features is not None:
             self.estimator.observe(
-                features, torch.tensor(graded_accepted, device=device), torch.tensor(graded_verified, device=device)
+                decision.features,
+                torch.tensor(graded_accepted, device=device),
+                torch.tensor(graded_verified, device=device),
             )
         if self.estimator is not None:  # a step without drafts counts too
             self.stats.num_refits += bool(self.estimator.end_step())
@@ -214,54 +222,53 @@ class Engine:
         """Whether one request is drafted and verified in full in this step, so that every position keeps its labels."""
         return self.probe_interval > 0 and self.step_count % self.probe_interval == self.probe_interval - 1
 
+    def _decision(self, capacity: list[int], temperature: Tensor) -> Decision | None:
+        """How this step will decide what to verify; None where everything drafted is verified."""
+        if self.confidence is None:
+            return None
+        learning = self._probes() or self.fixed_depth is not None or self.depth is None or self.depth.in_full
+        return Decision(
+            self.confidence,
+            self.budget if self.has_budget else None,
+            self.depth,
+            self.cost_table,
+            torch.tensor(capacity),
+            [r.request_id for r in self.running],
+            temperature,
+            may_end=not (self.has_budget and learning),
+        )
+
     def _draft(
-        self, lengths: list[int], pending: Tensor, capacity: list[int], temperature: Tensor, uniforms: Tensor
+        self,
+        lengths: list[int],
+        pending: Tensor,
+        depth: int,
+        temperature: Tensor,
+        uniforms: Tensor,
+        decision: Decision | None,
     ) -> DraftProposal | None:
-        depth = max(capacity)
         if self.drafter is None or self.config is None or depth == 0:
             return None
-        enough = None
-        if self.confidence and not self.override:
-            enough = self.confidence.enough(torch.tensor(capacity, device=pending.device), temperature)
+        ends = decision is not None and not self.override and (self.depth is not None or not self.has_budget)
+        enough = decision.enough if decision and ends else None
         greedy = self.config.draft_sample_method == "greedy"
         return self.drafter.propose(lengths, pending, depth, temperature, uniforms[:, :depth], greedy, enough=enough)
 
     def _admit(
-        self, proposal: DraftProposal | None, capacity: list[int], drafted: list[int], temperature: Tensor
-    ) -> tuple[Tensor | None, list[int]]:
-        """Decide what to verify -> (features [R, K] or None, admitted drafts per request).
-
-        The chain is feature, confidence, survival, budget, allocation; a stopping rule ends at confidence. `capacity`
-        was known before drafting, `drafted` is what came of it.
-        """
-        features, admitted = None, drafted
-        if proposal is not None and self.confidence is not None:
-            features, confidence = self.confidence.read(proposal, temperature)  # [R, K]
-            if self.confidence.stops:
-                stops = self.confidence.stop(confidence).tolist()
-                admitted = [min(n, d) for n, d in zip(stops, drafted, strict=True)]
-            else:
-                admitted = self._allocate(survival(confidence), capacity, drafted)
+        self, proposal: DraftProposal | None, decision: Decision | None, capacity: list[int], drafted: list[int]
+    ) -> list[int]:
+        """Decide what to verify: admitted drafts per request, of the `drafted` ones."""
+        admitted = drafted
+        if proposal is not None and decision is not None:
+            if decision.num_read == 0:
+                decision.read(proposal)
+            admitted = decision.admit(drafted)
         if self._probes():
             probe = self.step_count // self.probe_interval % len(drafted)
             admitted[probe] = drafted[probe]
         if self.override:  # real drafts or not: profiling times a number of tokens
             width = proposal.tokens.shape[1] if proposal else 0
             admitted = [self.override(min(c, width)) for c in capacity]
-        return features, admitted
-
-    def _allocate(self, survival: Tensor, capacity: list[int], drafted: list[int]) -> list[int]:
-        """Budget and allocation from this step's survivals [R, K]; what the rules keep for later steps is updated."""
-        assert self.budget is not None and self.cost_table is not None
-        capacities, found = torch.tensor(capacity), torch.tensor(drafted)
-        live = survival[:, : max(capacity)].double().cpu()  # [R, depth drafted]
-        live = live.masked_fill(torch.arange(live.shape[1]) >= found[:, None], 0.0)  # an empty slot is never accepted
-        request_ids = [r.request_id for r in self.running]
-        budget = self.budget.choose(live, capacities, request_ids, self.cost_table)
-        admitted = allocate(live, budget, found).tolist()
-        self.budget.record(live, capacities, found, request_ids)
-        if self.depth is not None:
-            self.depth.learn(live.numpy(), capacities.numpy(), self.cost_table)
         return admitted
 
     def _accept(
@@ -304,29 +311,3 @@ class Engine:
         s.verified_by_position += (k < column(admitted)).sum(0)
         s.graded_by_position += ((k <= column(accepted)) & (k < column(verified))).sum(0)
         s.accepted_by_position += (k < column(accepted)).sum(0)
-
-    def _sampling_tensors(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
-        """(temperature, top_k, top_p), [R] each."""
-        params, device = [r.params for r in requests], self.target.device
-        return (
-            torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            torch.tensor([p.top_k for p in params], device=device),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        )
-
-    def _uniforms(self, requests: Sequence[Request]) -> Tensor:
-        """Fresh uniforms in [0, 1), [R, 2K + 2], one call per request.
-
-        K to draft with, K to accept with, one for the residual or bonus token.
-        """
-        width = 2 * self.num_positions + 2
-        return torch.stack([torch.rand(width, generator=r.generator) for r in requests]).to(self.target.device)
-
-
-def _drafted(proposal: DraftProposal | None, capacity: list[int]) -> list[int]:
-    """Drafts that each request got: fewer than its capacity where the drafter had less to offer."""
-    if proposal is None:
-        return [0] * len(capacity)
-    depth = proposal.tokens.shape[1]
-    found = [depth] * len(capacity) if proposal.num_drafted is None else proposal.num_drafted
-    return [min(c, n, depth) for c, n in zip(capacity, found, strict=True)]

@@ -201,6 +201,7 @@ class OnlineAcceptanceEstimator:
         """Pool the round over all ranks of a torch.distributed group, so that every rank refits alike.
 
         Called once a round by every rank, empty ones too, just before the refit (`steps_until_refit` is 1).
+        `num_ignored`, which goes on over the rounds, stays each rank's own.
         Raises RuntimeError without an initialised process group, ValueError on every rank when coefficients differ.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -211,10 +212,9 @@ class OnlineAcceptanceEstimator:
         feature_max, minus_min, highest, minus_lowest = extremes.split([self.num_positions] * 2 + [theta.numel()] * 2)
         if not torch.equal(highest, -minus_lowest):
             raise ValueError(_UNEQUAL)
-        totals = torch.cat((self.sums.flatten(), self.num_ignored[None]))
-        dist.all_reduce(totals, op=dist.ReduceOp.SUM, group=group)
-        self.sums, self.num_ignored = totals[:-1].view_as(self.sums), totals[-1]
-        self.feature_max, self.feature_min = feature_max, -minus_min
+        sums = self.sums.clone()
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+        self.sums, self.feature_max, self.feature_min = sums, feature_max, -minus_min
 
     def state_dict(self) -> dict[str, Any]:
         """Coefficients, counters and the round in progress, as copies (tensors and ints); settings are not included."""

@@ -20,25 +20,60 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from avref.cost_table import CostTable
-from avref.depth import DraftDepth
 from avref.features import FEATURES
-from avref.pruning import SurvivalProfile, allocate, choose_budget, survival
+from avref.policies import (
+    Floats as Floats,
+)
+from avref.policies import (
+    Policy as Policy,
+)
+from avref.policies import (
+    Seen as Seen,
+)
+from avref.policies import (
+    Table as Table,
+)
+from avref.policies import (
+    bucket_jump as bucket_jump,
+)
+from avref.policies import (
+    budget_policy as budget_policy,
+)
+from avref.policies import (
+    costs as costs,
+)
+from avref.policies import (
+    depth_worth as depth_worth,
+)
+from avref.policies import (
+    drafting_to as drafting_to,
+)
+from avref.policies import (
+    drafting_until as drafting_until,
+)
+from avref.policies import (
+    fixed_budget as fixed_budget,
+)
+from avref.policies import (
+    safe_drafting as safe_drafting,
+)
+from avref.policies import (
+    stop_policy as stop_policy,
+)
+from avref.policies import (
+    threshold_policy as threshold_policy,
+)
+from avref.pruning import SurvivalProfile, survival
 
-Floats = npt.NDArray[np.float64]
 Tokens = tuple[int, ...]
-Table = tuple[tuple[float, ...], ...]  # [R, K]
 Law = dict[tuple[Tokens, ...], float]  # what every request emits -> probability
 Distribution = Callable[[Tokens], Sequence[float]]  # the tokens so far -> probabilities [V]
-BudgetRule = Literal["lookahead", "early_stop", "stale", "retrospective"]
 Confidence = Callable[[int, Tokens, Sequence[float], int], float]  # k, the tokens before x_k, q_k, x_k -> c_k
 MASK = -1  # what a parallel drafter reads in place of its own drafts
 
@@ -56,20 +91,6 @@ class Request:
     confidence: Confidence
     parallel: bool = False
     ends: Callable[[Tokens], bool] = lambda tokens: False
-
-
-@dataclass(frozen=True)
-class Seen:
-    """All that a policy is shown in one step. Whether it may use all of it is the question."""
-
-    confidence: Floats  # [R, K] of this step's drafts
-    survival: Floats  # [R, K] of this step's drafts ("live")
-    previous: Floats  # [R, K] of the step before; 1 at the first step, as for every new request
-    profile: Floats | None  # [R K] predicted survivals by rank, from past steps; None before the first
-    drafted: tuple[int, ...] | None = None  # [R] drafts found, confidence and survival are 0 behind them; None: all K
-
-
-Policy = Callable[[Seen], Sequence[int]]  # -> admitted [R]
 
 
 @dataclass(frozen=True)
@@ -175,7 +196,7 @@ def _admitted(
     for table in past:
         profile.update(np.array(table))
     previous = np.array(past[-1]) if past else np.ones_like(live)
-    seen = Seen(np.array(confidence), live, previous, profile.predict(live.size), drafted)
+    seen = Seen(np.array(confidence), live, previous, profile.predict(live.size), drafted, past)
     admitted = [int(n) for n in experiment.policy(seen)]
     if len(admitted) != len(live) or not all(0 <= n <= most for n, most in zip(admitted, drafted, strict=True)):
         raise ValueError(
@@ -221,7 +242,7 @@ def _distribution(of: Distribution, tokens: Tokens) -> list[float]:
     return values
 
 
-# Confidences and policies
+# Confidences
 
 
 def feature_confidence(name: str, *, slope: float = 0.5, intercepts: Sequence[float] = (-0.2,)) -> Confidence:
@@ -233,124 +254,6 @@ def feature_confidence(name: str, *, slope: float = 0.5, intercepts: Sequence[fl
         return 1 / (1 + math.exp(-(slope * f + intercepts[min(k, len(intercepts) - 1)])))
 
     return confidence
-
-
-def costs(*step_ms: float) -> CostTable:
-    """A cost table for up to as many requests as tokens, from the milliseconds of 1, 2, 3, ... packed tokens."""
-    return CostTable(np.zeros(len(step_ms) + 1), [step_ms[0], *step_ms])
-
-
-def _budget(seen: Seen, cost_table: CostTable, rule: BudgetRule) -> int:
-    num_requests = len(seen.survival)
-    if rule == "stale":
-        return choose_budget(seen.previous, cost_table, num_requests, rule="argmax")
-    if rule == "retrospective":
-        return choose_budget(seen.survival, cost_table, num_requests, rule="argmax")
-    return choose_budget(seen.survival, cost_table, num_requests, rule=rule, profile=seen.profile)
-
-
-def budget_policy(cost_table: CostTable, rule: BudgetRule = "lookahead") -> Policy:
-    """A budget by lookahead, early_stop, stale or retrospective (lossy), given to the best live slots."""
-    return lambda seen: allocate(seen.survival, _budget(seen, cost_table, rule), seen.drafted).tolist()
-
-
-def fixed_budget(budget: int) -> Policy:
-    return lambda seen: allocate(seen.survival, budget, seen.drafted).tolist()
-
-
-def threshold_policy(at_least: float, *, stop_after: bool = False) -> Policy:
-    """Verify each request up to its first confidence below a threshold (Draft & Verify).
-
-    With stop_after that draft is verified too: what a rule has to do that has seen the token.
-    """
-
-    def policy(seen: Seen) -> Sequence[int]:
-        sure = (seen.confidence >= at_least).cumprod(axis=1).sum(axis=1)  # [R]
-        most = seen.confidence.shape[1] if seen.drafted is None else np.array(seen.drafted)
-        return np.minimum(sure + stop_after, most).tolist()
-
-    return policy
-
-
-def stop_policy(at_least: float) -> Policy:
-    """Verify each request while the product of its confidences stays at or above a value (SpecDec++)."""
-    return lambda seen: threshold_policy(at_least)(replace(seen, confidence=seen.survival))
-
-
-def bucket_jump(cost_table: CostTable) -> Policy:
-    """Growth by whole steps of a cost staircase, each judged by the live survivals up to its end. Lossy."""
-
-    def policy(seen: Seen) -> Sequence[int]:
-        num_requests = len(seen.survival)
-        expected = num_requests + np.append(0.0, np.sort(seen.survival, axis=None)[::-1].cumsum())
-        ms = cost_table.step_ms(num_requests, num_requests + np.arange(len(expected)))
-        budget = 0
-        while budget < len(expected) - 1:
-            end = int(np.flatnonzero(ms == ms[budget + 1])[-1])
-            if expected[end] / ms[end] <= expected[budget] / ms[budget]:
-                break
-            budget = end
-        return allocate(seen.survival, budget).tolist()
-
-    return policy
-
-
-def drafting_to(depth: Callable[[Seen], int], policy: Policy) -> Policy:
-    """Drafts every request to a depth that is settled before drafting; lossless if `depth` reads the past only.
-
-    Deeper drafts are not shown to the policy, and a draft that nobody looks at is as good as none.
-    """
-
-    def to_depth(seen: Seen) -> Sequence[int]:
-        d = depth(seen)
-        if d == 0:
-            return [0] * len(seen.survival)
-        drafted = None if seen.drafted is None else tuple(min(n, d) for n in seen.drafted)
-        tables = {name: getattr(seen, name)[:, :d] for name in ("confidence", "survival", "previous")}
-        return policy(replace(seen, drafted=drafted, **tables))
-
-    return to_depth
-
-
-def depth_worth(cost_table: CostTable, survival: Floats) -> int:
-    """The depth that `DraftDepth` recommends after one step with these survivals [R, K]."""
-    num_requests, num_drafts = survival.shape
-    worth = DraftDepth(num_drafts, warmup=1)
-    worth.learn(survival, np.full(num_requests, num_drafts), cost_table)
-    return worth.choose(0, num_requests, num_drafts, cost_table)
-
-
-def drafting_until(stop: Callable[[Seen, int], bool], policy: Policy) -> Policy:
-    """Drafts position by position and stops once `stop(what was drafted, depth)`; the policy decides on the rest.
-
-    A draft that nobody looks at is as good as none: undrafted survivals are shown as 0, and never admitted.
-    """
-
-    def drafted(seen: Seen) -> Sequence[int]:
-        num_drafts = seen.survival.shape[1]
-        for depth in range(1, num_drafts + 1):
-            known = np.arange(num_drafts) < depth
-            part = replace(seen, survival=seen.survival * known, confidence=seen.confidence * known)
-            if depth == num_drafts or stop(part, depth):
-                break
-        return [min(n, depth) for n in policy(part)]
-
-    return drafted
-
-
-def safe_drafting(cost_table: CostTable, rule: BudgetRule = "lookahead") -> Policy:
-    """`budget_policy` that stops to draft only when nothing undrafted could change the allocation. Lossless.
-
-    An undrafted slot's survival is at most the last drafted one of its request. The growth rules also read the slot
-    that they refuse, so that slot, too, has to stand above all these bounds.
-    """
-
-    def stop(part: Seen, depth: int) -> bool:
-        best = np.sort(part.survival[:, :depth], axis=None)[::-1]
-        lowest_read = _budget(part, cost_table, rule) - (rule == "stale")
-        return lowest_read < 0 or (lowest_read < len(best) and best[lowest_read] >= part.survival[:, depth - 1].max())
-
-    return drafting_until(stop, budget_policy(cost_table, rule))
 
 
 # Four ways to leak

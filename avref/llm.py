@@ -17,7 +17,8 @@ from avref.config import SamplingParams, SpeculativeConfig
 from avref.cost_table import CostTable
 from avref.engine import Engine, Request
 from avref.estimator import OnlineAcceptanceEstimator
-from avref.packed import PackedModel, check_parity
+from avref.packed import PackedModel
+from avref.parity import check_parity
 from avref.stats import Stats
 
 
@@ -76,17 +77,13 @@ class LLM:
         named = isinstance(model, (str, Path))
         if model_kwargs and not named:
             raise ValueError(f"unknown arguments {', '.join(model_kwargs)}: extra ones are for loading a model by name")
-        self.device = models.choose_device(device) if named else model.device
-        self.name = (
-            str(model)
-            if named
-            else str(getattr(model, "_avref_name", None) or model.config._name_or_path or type(model).__name__)
-        )
-        self.model = (
-            models.load_model(model, self.device, models.choose_dtype(dtype, self.device), **model_kwargs)
-            if named
-            else model.eval()
-        )
+        if named:
+            self.device, self.name = models.choose_device(device), str(model)
+            loaded_as = models.choose_dtype(dtype, self.device)
+            self.model = models.load_model(model, self.device, loaded_as, **model_kwargs)
+        else:
+            self.device, self.model = model.device, model.eval()
+            self.name = str(getattr(model, "_avref_name", None) or model.config._name_or_path or type(model).__name__)
         self.dtype = self.model.dtype
         self.tokenizer = tokenizer if tokenizer is not None or not named else models.load_tokenizer(model)
         self.vocab_size = self.model.get_output_embeddings().weight.shape[0]
@@ -148,12 +145,7 @@ class LLM:
         """
         requests = self._requests(prompts, sampling_params)
         self._run(requests, lambda: bool(self.engine.waiting or self.engine.running), use_tqdm)
-        return [
-            RequestOutput(
-                r.prompt_ids, [CompletionOutput(r.output_ids, self._decode(r.output_ids), r.finish_reason or "")]
-            )
-            for r in requests
-        ]
+        return [RequestOutput(r.prompt_ids, [self._completion(r)]) for r in requests]
 
     def measure(self, prompts: Any, sampling_params: Any = None) -> Stats:
         """Counts and times of decoding with a full batch: stop once fewer than `max_num_seqs` requests are running.
@@ -222,9 +214,8 @@ class LLM:
                     f"a conversation is {item!r}; give a string, or a list of {{'role', 'content'}} messages"
                 )
         conversations = [[{"role": "user", "content": m}] if isinstance(m, str) else list(m) for m in messages]
-        texts = [
-            self.tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
-        ]
+        template = self.tokenizer.apply_chat_template
+        texts = [template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
 
     def prompt_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -279,15 +270,14 @@ class LLM:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         return Request(self._num_requests, ids, params, self.max_model_len, stops, torch.Generator().manual_seed(seed))
 
-    def _decode(self, ids: list[int]) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+    def _completion(self, request: Request) -> CompletionOutput:
+        ids = request.output_ids
+        text = "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+        return CompletionOutput(ids, text, request.finish_reason or "")
 
     def _eos_ids(self) -> frozenset[int]:
-        configured = [
-            getattr(getattr(self.model, "generation_config", None), "eos_token_id", None),
-            self.model.config.eos_token_id,
-        ]
-        configured += [getattr(self.tokenizer, "eos_token_id", None)]
+        sources = (getattr(self.model, "generation_config", None), self.model.config, self.tokenizer)
+        configured = [getattr(source, "eos_token_id", None) for source in sources]
         flat = [t for c in configured for t in (c if isinstance(c, (list, tuple)) else [c])]
         return frozenset(t for t in flat if t is not None)
 

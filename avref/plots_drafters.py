@@ -182,6 +182,12 @@ def plot_drafter(method: str) -> Figure:
 
 
 # ---- what it comes to ----
+def family_look(name: str) -> dict[str, Any]:
+    """Colour of a drafter or its trace in every figure; a suffix ("dflash-greedy") makes the line dashed."""
+    family, _, more = name.partition("-")
+    return {"color": FAMILY_COLORS.get(family, "#7F7F7F"), "linestyle": "--" if more else "-"}
+
+
 @mpl.rc_context(STYLE)
 def plot_overlaps(found: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], *, least: float = 30.0) -> Figure:
     """Acceptance at each position given an accepted prefix, and how many blocks get that far.
@@ -192,9 +198,7 @@ def plot_overlaps(found: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], *, l
     figure, (left, right) = new_figure(1, 2, size=(10.5, 3.8), sharex=True)
     for name, (overlap, weight) in found.items():
         rate, rows = np.asarray(overlap, dtype=float), np.asarray(weight, dtype=float)
-        family, _, more = name.partition("-")
-        style: Any = {"color": FAMILY_COLORS.get(family, "#7F7F7F"), "marker": "o", "markersize": 4, "label": name}
-        style |= {"linestyle": "--" if more else "-"}
+        style: Any = {"marker": "o", "markersize": 4, "label": name, **family_look(name)}
         position = np.arange(1, len(rate) + 1)
         left.plot(position, np.where(rows >= least, rate, np.nan), **style)
         right.plot(position, rows / max(rows[0], 1e-9), **style)
@@ -220,7 +224,7 @@ def plot_groups(
         axes.bar(at, list(by_group.values()), 0.92 * width, color=color, label=_name(arm) if policy else arm)
     if line is not None:
         axes.axhline(line, color=POLICY_COLORS["none"], linewidth=1.2)
-    axes.set_xticks(range(len(groups)), [g.replace("_", " ") for g in groups])
+    axes.set_xticks(range(len(groups)), [g.replace("_", " ").replace("-", "\n") for g in groups])
     axes.grid(False, axis="x")
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)

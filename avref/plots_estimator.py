@@ -47,7 +47,7 @@ def _draw_slopes(axes: Axes, histories: Sequence[DampingHistory]) -> None:
     for history in histories:
         _draw_rounds(axes, history, history.slope, label=history.step)
     _limit(axes, 0.0, 2 * histories[0].true_slope, [(history, history.slope) for history in histories])
-    axes.set_ylabel("slope")
+    axes.set(ylabel="slope", yticks=(0.0, histories[0].true_slope, 2 * histories[0].true_slope))
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=3)
 
 
@@ -69,6 +69,7 @@ def _draw_intercepts(axes: Axes, histories: Sequence[DampingHistory], positions:
         )
     estimates = [(history, history.intercepts[:, list(positions)]) for history in histories]
     _limit(axes, truth.min() - 1.5, truth.max() + 1.5, estimates, corner=0.74)
+    axes.locator_params(axis="y", nbins=4)
     axes.set_ylabel("intercept (log-odds)")
 
 
@@ -80,6 +81,7 @@ def _draw_excess(axes: Axes, histories: Sequence[DampingHistory]) -> None:
     axes.set_ylim(min(low, 1e-4), max(high, 1.0))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:g}")  # plain numbers: a formula per tick takes most of the drawing time
+    axes.locator_params(axis="x", nbins=5)  # of all three: a tick costs a millisecond
     axes.set(ylabel="excess log-loss\n(nats per draft)", xlabel="decode steps")
 
 

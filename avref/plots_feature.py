@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from avref import features, metrics
 from avref.evidence.resampling import Estimate, estimate
 from avref.plot_style import STYLE, TRUTH, new_figure
+from avref.plots_drafters import family_look
 
 ARTICLE_WORKLOADS = {  # mean draft entropy (nats), slope, first intercept: DeepSeek-V4-Flash with DSpark
     "gsm8k": (0.562, 0.5365, 0.478),
@@ -81,7 +82,7 @@ def plot_shapes(panels: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike, npt.Arr
 
     Dots are groups of equally many drafts; a group in which all have one label is left out.
     """
-    figure, all_axes = new_figure(1, len(panels), size=(2.7 * len(panels), 3.2), sharey=True)
+    figure, all_axes = new_figure(1, len(panels), size=(2.1 * len(panels), 3.0), sharey=True)
     for axes, (title, (f, labels, confidence)) in zip(all_axes, panels.items(), strict=True):
         values, c = np.asarray(f, dtype=float), np.asarray(confidence, dtype=float)
         x, y = _grouped(values, np.asarray(labels))
@@ -177,11 +178,11 @@ def plot_drafters(rows: Mapping[str, tuple[float, Sequence[float], npt.ArrayLike
     """
     figure, (slopes, intercepts) = new_figure(1, 2, size=(10.0, 1.8 + 0.35 * max(4, len(rows))))
     for i, (name, (slope, by_workload, b)) in enumerate(rows.items()):
-        color = _CYCLE[i % len(_CYCLE)]
-        slopes.plot(by_workload, [i] * len(by_workload), "|", color=color, markersize=12)
-        slopes.plot(slope, i, "o", color=color, markersize=8)
+        look = family_look(name)
+        slopes.plot(by_workload, [i] * len(by_workload), "|", color=look["color"], markersize=12)
+        slopes.plot(slope, i, "o", color=look["color"], markersize=8)
         values = np.asarray(b, dtype=float)
-        intercepts.plot(np.arange(len(values)) + 1, values, "o-", color=color, label=name, markersize=4)
+        intercepts.plot(np.arange(len(values)) + 1, values, marker="o", label=name, markersize=4, **look)
     slopes.axvspan(0.45, 0.59, color="#EEEEEE", label="article, between pairs")
     slopes.set_yticks(range(len(rows)), list(rows))
     slopes.set(xlabel="slope (dot: all, ticks: each workload)", ylabel="drafter", ylim=(len(rows) - 0.5, -0.5))

@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from avref.plot_style import STYLE, new_figure
 from avref.plots_evidence import _look, _name
@@ -60,7 +60,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], *, floor: float = 0.0) -> F
         axes.set_xlim(low, high)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if axis is axes.xaxis else (1, 2, 5)))
-            axis.set_major_formatter(ScalarFormatter())
+            axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     return figure

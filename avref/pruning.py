@@ -108,6 +108,23 @@ def allocate(survival: Tensor | Floats, budget: int, capacities: Capacities = No
     return torch.as_tensor(admitted, dtype=torch.int64, device=device)
 
 
+def settled(survival: Floats, drafted: int, last_read: int, capacities: Capacities = None) -> bool:
+    """Whether drafting may end behind the first `drafted` positions without any effect on what is verified.
+
+    survival [R, K], whatever stands in it behind `drafted`. An undrafted slot's survival is at most the last drafted
+    one of its request, and of equal slots the deeper comes later. So the best `last_read` + 1 slots stay the best ones,
+    in the same order, if the last of them is not below any of these bounds: then a rule that reads no further must
+    decide as if all had been drafted. With a budget B the growth rules read the slot that they refuse too, rank B
+    (from 0); a budget known before drafting only needs its own slots, the last of rank B - 1. Source: design, section
+    4.
+    """
+    exists = _live(survival.shape, capacities)
+    undrafted = exists[:, drafted:].any(axis=1)  # [R]
+    bound = survival[undrafted, drafted - 1].max(initial=0.0)
+    best = np.sort(survival[:, :drafted][exists[:, :drafted]])[::-1]
+    return not undrafted.any() or last_read < 0 or (last_read < len(best) and bool(best[last_read] >= bound))
+
+
 def _argmax(best: Floats, expected: Floats, cost: Floats, tail: Floats | None) -> int:
     ratio = expected / cost
     return int(np.argmax(ratio >= ratio.max() * (1 - TIE)))
@@ -207,12 +224,19 @@ class SurvivalProfile:
         self.rate = rate
         self._mean: Floats | None = None  # [512], descending
 
-    def update(self, survival: Tensor | Floats, capacities: Capacities = None) -> None:
-        """Take in one step's survivals [R, K], after its budget was chosen; a step without slots teaches nothing."""
+    def update(self, survival: Tensor | Floats, capacities: Capacities = None, known: int | None = None) -> None:
+        """Take in one step's survivals [R, K], after its budget was chosen; a step without slots teaches nothing.
+
+        known: only so many of the best are (drafting ended); the others are taken as lookahead predicts them.
+        """
         values, live = _checked(survival, capacities)
         best = np.sort(values[live])[::-1]
         if len(best) == 0:
             return
+        tail = self.predict(len(best))
+        if known is not None and tail is not None:
+            scale = min(best[known - 1] / tail[known - 1], MAX_SCALE) if tail[known - 1] > 0 else 0.0
+            best = np.append(best[:known], np.minimum(scale * tail[known:], best[known - 1]))
         seen = np.interp(self._grid, _ranks(len(best)), best)
         self._mean = seen if self._mean is None else self._mean + self.rate * (seen - self._mean)
 

@@ -14,22 +14,9 @@ from typing import Any
 from tabulate import tabulate
 from tqdm.auto import tqdm
 
-from avref import profiling, workloads
-from avref.arms import (
-    WARMUP_CONCURRENCY,
-    WARMUP_INTERVAL,
-    WARMUP_REFITS,
-    Learned,
-    Run,
-    build,
-    chosen,
-    measure,
-    params,
-    rotate,
-    row,
-    speculative,
-    warm_up,
-)
+from avref import arms, profiling, workloads
+from avref.arms import Run
+from avref.files import write_text
 from avref.llm import LLM
 
 FIXED = (1, 3, 7)
@@ -40,10 +27,10 @@ def make_arms(base: LLM, method: str, drafter: Any, max_num_seqs: int, depth: in
 
     Every arm has a cache of its own.
     """
-    configs = {f"fixed-{k}": speculative(method, drafter, k, adaptive=False) for k in FIXED if k <= depth}
-    configs[f"adaptive-{depth}"] = speculative(method, drafter, depth, adaptive=True)
-    arms = {"none": build(base, None, max_num_seqs)}
-    return arms | {name: build(base, config, max_num_seqs) for name, config in configs.items()}
+    configs: dict[str, Any] = {"none": None}
+    configs |= {f"fixed-{k}": arms.speculative(method, drafter, k, adaptive=False) for k in FIXED if k <= depth}
+    configs[f"adaptive-{depth}"] = arms.speculative(method, drafter, depth, adaptive=True)
+    return {name: arms.build(base, config, max_num_seqs) for name, config in configs.items()}
 
 
 def quickstart(
@@ -73,44 +60,38 @@ def quickstart(
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
-    arms = make_arms(base, method, drafter, max(concurrency))
-    adaptive = arms["adaptive-7"]
+    llms = make_arms(base, method, drafter, max(concurrency))
+    adaptive = llms["adaptive-7"]
     adaptive.cost_table = profiling.load_or_profile(adaptive)
     warm = base.prompt_ids(workloads.load("warmup"))
-    together = min(WARMUP_CONCURRENCY, max(concurrency))
-    fresh = Learned(adaptive)
-    cold_run = measure(adaptive, warm[::5], params(len(warm[::5]), max_tokens, 40_000), together)
+    together = min(arms.WARMUP_CONCURRENCY, max(concurrency))
+    fresh = arms.Learned(adaptive)
+    cold_run = arms.measure(adaptive, warm[::5], arms.params(len(warm[::5]), max_tokens, 40_000), together)
     fresh.restore()  # forget what the cold run taught
     started = time.perf_counter()
-    warm_steps = warm_up(adaptive, warm, max_tokens, together, WARMUP_INTERVAL)
+    warm_steps = arms.warm_up(adaptive, warm, max_tokens, together, arms.WARMUP_INTERVAL)
     warm_s = time.perf_counter() - started
     prompts = base.prompt_ids(workloads.mix())
-    jobs = [(repeat, c, name) for repeat in range(repeats) for c in concurrency for name in rotate(list(arms), repeat)]
+    jobs = [(r, c, name) for r in range(repeats) for c in concurrency for name in arms.rotate(list(llms), r)]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
         count = max(3, c + c // 2)  # some enter when others leave
-        own = chosen(prompts, count, repeat), params(count, max_tokens, 1000 * repeat)
-        runs.setdefault((c, name), []).append(measure(arms[name], *own, c))
-    rows = [
-        row(c, name, runs[c, name], [r.tokens_per_s for r in runs[c, "none"]]) for c in concurrency for name in arms
-    ]
+        own = arms.chosen(prompts, count, repeat), arms.params(count, max_tokens, 1000 * repeat)
+        runs.setdefault((c, name), []).append(arms.measure(llms[name], *own, c))
+    plain = {c: [run.tokens_per_s for run in runs[c, "none"]] for c in concurrency}
     estimator = adaptive.estimator
     assert adaptive.cost_table is not None and estimator is not None
     return {
-        "rows": rows,
-        "cold": row(together, "adaptive-7", [cold_run], None),
+        "rows": [arms.row(c, name, runs[c, name], plain[c]) for c in concurrency for name in llms],
+        "cold": arms.row(together, "adaptive-7", [cold_run], None),
         "warm_up": {
-            "refits": WARMUP_REFITS,
+            "refits": arms.WARMUP_REFITS,
             "steps": warm_steps,
             "seconds": warm_s,
-            "refit_interval": WARMUP_INTERVAL,
+            "refit_interval": arms.WARMUP_INTERVAL,
             "prompts": "warmup",
         },
-        "estimator": {
-            "slope": float(estimator.slope),
-            "intercepts": estimator.intercepts.tolist(),
-            "refits": estimator.num_refits,
-        },
+        "estimator": arms.fit(adaptive),
         "settings": {
             "temperature": 1.0,
             "top_p": 0.95,
@@ -126,56 +107,36 @@ def quickstart(
 
 def table(result: dict[str, Any]) -> str:
     """The result as one readable table."""
-    header = [
-        "requests",
-        "arm",
-        "tokens/s",
-        "lowest - highest",
-        "x none",
-        "tokens per\nforward",
-        "per request\nand step",
-        "drafts verified\nper step",
-    ]
-    header += ["tokens per forward", "tokens per request and step", "drafts verified per step"]
-    lines = [
-        [
-            r["concurrency"],
-            r["arm"],
-            f"{r['tokens_per_s']:.0f}",
-            "{:.0f} - {:.0f}".format(*r["tokens_per_s_range"]),
-            f"{r['speedup']:.2f}",
-            f"{r['tokens_per_forward']:.1f}",
-            f"{r['tokens_per_request_step']:.2f}",
-            f"{r['verified_per_step']:.1f}",
-        ]
-        for r in result["rows"]
-    ]
-    m, cold, est = result["machine"], result["cold"], result["estimator"]
-    text = [
-        f"{m['target']} + {m['method']}, {m['dtype']}, {m['device']}, {m['threads']} threads; "
-        "temperature 1, top-p 0.95; decoding only (prefill apart)",
-        "",
-    ]
-    text += [
-        tabulate(lines, header, tablefmt="simple", disable_numparse=True, colalign=("right", "left", *["right"] * 6)),
-        "",
-    ]
-    text += ["acceptance by position, accepted / graded:"]
+    header = ["requests", "arm", "tokens/s", "lowest - highest", "x none", "tokens per\nforward"]
+    header += ["per request\nand step", "drafts verified\nper step"]
+    lines, shares = [], []
     for r in result["rows"]:
+        speed = [f"{r['tokens_per_s']:.0f}", "{:.0f} - {:.0f}".format(*r["tokens_per_s_range"]), f"{r['speedup']:.2f}"]
+        counts = [f"{r['tokens_per_forward']:.1f}", f"{r['tokens_per_request_step']:.2f}"]
+        lines.append([r["concurrency"], r["arm"], *speed, *counts, f"{r['verified_per_step']:.1f}"])
         if r["arm"] in ("fixed-7", "adaptive-7"):
-            counts = zip(r["accepted_by_position"], r["graded_by_position"], strict=True)
-            shares = "  ".join(f"{accepted}/{graded}" for accepted, graded in counts)
-            text.append(f"  {r['concurrency']:>3} requests, {r['arm']:<10}  {shares}")
-    w = result["warm_up"]
-    text += [
-        f"estimator: {est['refits']} refits in all, slope {est['slope']:.3f}, intercepts "
-        + " ".join(f"{b:+.2f}" for b in est["intercepts"]),
-        f"  warmed up on the warm-up prompts: {w['refits']} refits of {w['refit_interval']} steps, "
-        f"{w['seconds']:.0f} s",
-        f"  cold (before any refit, {cold['concurrency']} requests): {cold['tokens_per_s']:.0f} tokens/s, "
-        f"{cold['verified_per_step']:.1f} drafts verified per step",
-    ]
-    return "\n".join(text)
+            pairs = zip(r["accepted_by_position"], r["graded_by_position"], strict=True)
+            own = "  ".join(f"{accepted}/{graded}" for accepted, graded in pairs)
+            shares.append(f"  {r['concurrency']:>3} requests, {r['arm']:<10}  {own}")
+    m, cold, est, w = (result[name] for name in ("machine", "cold", "estimator", "warm_up"))
+    sides = ("right", "left", *["right"] * 6)
+    return "\n".join(
+        [
+            f"{m['target']} + {m['method']}, {m['dtype']}, {m['device']}, {m['threads']} threads; "
+            "temperature 1, top-p 0.95; decoding only (prefill apart)",
+            "",
+            tabulate(lines, header, tablefmt="simple", disable_numparse=True, colalign=sides),
+            "",
+            "acceptance by position, accepted / graded:",
+            *shares,
+            f"estimator: {est['refits']} refits in all, slope {est['slope']:.3f}, intercepts "
+            + " ".join(f"{b:+.2f}" for b in est["intercepts"]),
+            f"  warmed up on the warm-up prompts: {w['refits']} refits of {w['refit_interval']} steps, "
+            f"{w['seconds']:.0f} s",
+            f"  cold (before any refit, {cold['concurrency']} requests): {cold['tokens_per_s']:.0f} tokens/s, "
+            f"{cold['verified_per_step']:.1f} drafts verified per step",
+        ]
+    )
 
 
 def save(result: dict[str, Any], folder: Path) -> list[Path]:
@@ -184,6 +145,6 @@ def save(result: dict[str, Any], folder: Path) -> list[Path]:
 
     path, figures = folder / "quickstart.json", folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_text(path, json.dumps(result, indent=1) + "\n")
     plots.plot_quickstart(result).savefig(figures / "quickstart.png", dpi=150)
     return [path, figures / "quickstart.png"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from avref.config import SamplingParams
 
@@ -47,3 +48,18 @@ class Request:
             if self.finish_reason:
                 break
         return taken
+
+
+def sampling_tensors(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(temperature, top_k, top_p), [R] each."""
+    params = [r.params for r in requests]
+    return (
+        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.top_k for p in params], device=device),
+        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+    )
+
+
+def fresh_uniforms(requests: Sequence[Request], width: int, device: torch.device) -> Tensor:
+    """Uniforms in [0, 1) [R, width], one call of each request's own generator."""
+    return torch.stack([torch.rand(width, generator=r.generator) for r in requests]).to(device)

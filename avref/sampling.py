@@ -36,12 +36,20 @@ class Verdict(NamedTuple):
 
 
 class _Settings(NamedTuple):
+    """Per request, and what the host knows of all of them: it decides what to launch without asking the device."""
+
     temperature: Tensor  # [N]
     top_k: Tensor  # [N]
     top_p: Tensor  # [N]
+    all_greedy: bool
+    some_greedy: bool
+    some_cut_k: bool
+    some_cut_p: bool
+    undivided: bool  # every temperature is 1, or greedy
 
     def at(self, rows: Tensor | slice) -> "_Settings":
-        return _Settings(self.temperature[rows], self.top_k[rows], self.top_p[rows])
+        """Some of the rows; what was known of all stays true as "may be" and "all"."""
+        return self._replace(temperature=self.temperature[rows], top_k=self.top_k[rows], top_p=self.top_p[rows])
 
     def greedy(self) -> Tensor:
         return self.temperature < GREEDY_BELOW
@@ -81,14 +89,16 @@ def sample(p: Tensor, u: Tensor) -> Tensor:
     """
     if p.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"weights must be float32 or float64, got {p.dtype}: take the softmax in float32, then draw")
-    _refuse(~((u >= 0) & (u <= 1)), "a uniform outside [0, 1)", "draw uniforms with torch.rand")
     # Two levels, so that only about 2 sqrt(V) entries of a row are summed one after the other, in float64.
     num_rows, vocab_size = p.shape
     width = max(1, round(vocab_size**0.5))
     blocks = torch.nn.functional.pad(p, (0, -vocab_size % width)).view(num_rows, -1, width)  # [N, M, W]
     mass = blocks.sum(-1).double()  # [N, M]
     total = mass.sum(-1)  # [N]
-    _refuse(~((total > 0) & total.isfinite()), "all weights zero, or NaN, or infinite", "check p, q and the logits")
+    _refuse(
+        (~((u >= 0) & (u <= 1)), "a uniform outside [0, 1)", "draw uniforms with torch.rand"),
+        (~((total > 0) & total.isfinite()), "all weights zero, or NaN, or infinite", "check p, q and the logits"),
+    )
     block, level = _first_above(mass, u.double() * total)  # [N], [N]
     inside = blocks[torch.arange(num_rows, device=p.device), block].double()  # [N, W]
     return block * width + _first_above(inside, level)[0]
@@ -102,8 +112,10 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     excess = (p - q).clamp_(min=0)  # [N, V]
     total = excess.sum(-1, keepdim=True)  # [N, 1]
-    _refuse(~total.isfinite().squeeze(1), "NaN or inf in p - q", "check the draft distribution and the logits")
-    return excess.div_(total) if bool((total > 0).all()) else torch.where(total > 0, excess / total, p)
+    finite, positive = torch.stack([total.isfinite().all(), (total > 0).all()]).tolist()
+    if not finite:
+        _refuse((~total.isfinite().squeeze(1), "NaN or inf in p - q", "check the draft distribution and the logits"))
+    return excess.div_(total) if positive else torch.where(total > 0, excess / total, p)
 
 
 def verify(
@@ -136,22 +148,34 @@ def verify(
     num_requests, num_drafts = tokens.shape
     tokens = tokens.long()
     settings = _checked(logits, num_requests, temperature, top_k, top_p)
-    _check_drafts(logits, num_verified, tokens, q, q_drawn, vocab_ids)
+    deepest = _check_counts(logits, num_verified, tokens)
+    _check_q(logits, tokens, q, q_drawn, vocab_ids)
     if u_accept.shape != tokens.shape or u_final.shape != (num_requests,):
         raise ValueError(
             f"u_accept needs shape {tuple(tokens.shape)}, got {tuple(u_accept.shape)}; u_final ({num_requests},)"
         )
-    _refuse(~((u_accept >= 0) & (u_accept <= 1)).all(-1), "a uniform outside [0, 1)", "draw uniforms with torch.rand")
+    verified = torch.arange(num_drafts, device=tokens.device) < num_verified[:, None]  # [R, K]
+    outside = (verified & ((tokens < 0) | (tokens >= logits.shape[1]))).any(-1)
+    _refuse(
+        (
+            outside,
+            f"a draft outside the target's {logits.shape[1]} ids",
+            "mask the drafter's tail before it samples",
+        ),
+        (~((u_accept >= 0) & (u_accept <= 1)).all(-1), "a uniform outside [0, 1)", "draw uniforms with torch.rand"),
+    )
     first_row = (num_verified + 1).cumsum(0) - (num_verified + 1)  # [R]
     threshold = u_accept if q is None or q_drawn is None else u_accept * q_drawn  # [R, K]
     accepted = torch.zeros(num_requests, dtype=torch.int64, device=logits.device)  # [R]
-    alive = everyone = torch.arange(num_requests, device=logits.device)
-    for k in range(num_drafts):
-        alive = alive[num_verified[alive] > k]  # no rejection before k, and k was verified
+    everyone = torch.arange(num_requests, device=logits.device)
+    alive = everyone[num_verified > 0]
+    for k in range(deepest):
+        if len(alive) == 0:
+            break
         for r in [alive[rows] for rows in _passes(len(alive), logits)]:
             row_logits = logits.index_select(0, first_row[r] + k)  # [n, V]
             accepted[r] += _accepts(row_logits, tokens[r, k], threshold[r, k], settings.at(r))
-        alive = alive[accepted[alive] > k]
+        alive = alive[(accepted[alive] > k) & (num_verified[alive] > k + 1)]  # no rejection so far, and more to judge
 
     drafts = tokens.masked_fill(torch.arange(num_drafts, device=tokens.device) >= accepted[:, None], -1)
     emitted = torch.nn.functional.pad(drafts, (0, 1), value=-1)  # [R, K+1]
@@ -168,7 +192,7 @@ def verify(
 
 def _accepts(logits: Tensor, x: Tensor, threshold: Tensor, settings: _Settings) -> Tensor:
     """threshold < p(x) for each row [n], truncating only the rows where bounds on the kept mass leave it open."""
-    if bool(settings.greedy().all()):
+    if settings.all_greedy:
         return (argmax(logits) == x) & (threshold < 1)
     p = _softmax(logits, settings)  # [n, V]
     p_x = p.gather(1, x[:, None]).squeeze(1)  # [n]
@@ -195,14 +219,17 @@ def _accepts(logits: Tensor, x: Tensor, threshold: Tensor, settings: _Settings) 
 
 def _probs(logits: Tensor, settings: _Settings) -> Tensor:
     greedy = settings.greedy()
-    if bool(greedy.all()):
+    if settings.all_greedy:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(1, argmax(logits)[:, None], 1.0)
     p = _softmax(logits, settings)  # [n, V]
-    rows = greedy.nonzero().squeeze(1)
-    if len(rows):
+    if settings.some_greedy:
+        rows = greedy.nonzero().squeeze(1)
         p[rows] = torch.zeros_like(p[rows]).scatter_(1, argmax(logits[rows])[:, None], 1.0)
     by_k = settings.cut_by_k(p.shape[1])
-    for cut, chosen in ((_cut_k, by_k), (_cut_p, (settings.top_p < 1) & ~by_k)):
+    by_p = (settings.top_p < 1) & ~by_k
+    for cut, chosen, some in ((_cut_k, by_k, settings.some_cut_k), (_cut_p, by_p, settings.some_cut_p)):
+        if not some:
+            continue
         rows = (chosen & ~greedy).nonzero().squeeze(1)
         if len(rows):
             kept = cut(p.index_select(0, rows), settings.at(rows))  # [m, V]
@@ -231,10 +258,10 @@ def _cut_p(p: Tensor, settings: _Settings) -> Tensor:
     order = p[row, token].sort(descending=True, stable=True).indices
     order = order[row[order].sort(stable=True).indices]  # by row, then descending p, then id
     row, token = row[order], token[order]
-    own = p[row, token].double()
-    before = own.cumsum(0) - own
+    own = p[row, token]
+    before = own.cumsum(0, dtype=torch.float64) - own
     dropped = above[row] + before - before[torch.searchsorted(row, row)] >= limit[row]
-    out[row[dropped], token[dropped]] = 0
+    out[row, token] = own.masked_fill_(dropped, 0)
     return out
 
 
@@ -267,7 +294,7 @@ def _wide_q(q: Tensor | None, tokens: Tensor, ids: Tensor | None, r: Tensor, k: 
 def _softmax(logits: Tensor, settings: _Settings) -> Tensor:
     """float32 before dividing, as half precision overflows at small temperatures; greedy rows are not divided."""
     divisor = settings.temperature.float().masked_fill(settings.greedy(), 1.0)
-    z = logits.float() if bool((divisor == 1).all()) else logits.float() / divisor[:, None]
+    z = logits.float() if settings.undivided else logits.float() / divisor[:, None]
     p = z.softmax(-1)
     _refuse_logits(p[:, 0].isnan())  # one NaN or +inf, or nothing but -inf, turns the whole softmax to NaN
     return p
@@ -297,37 +324,59 @@ def _passes(num_rows: int, logits: Tensor) -> Iterator[slice]:
 
 
 def _refuse_logits(bad: Tensor) -> None:
-    _refuse(bad, "NaN logits (or +inf, or nothing but -inf)", "check the model's weights, dtype and masks")
+    _refuse((bad, "NaN logits (or +inf, or nothing but -inf)", "check the model's weights, dtype and masks"))
 
 
-def _refuse(bad: Tensor, what: str, remedy: str) -> None:
-    """One wait on the device per call: an id outside the vocabulary would be worse."""
-    if bool(bad.any()):
-        raise ValueError(f"{what} in row {int(bad.int().argmax())} ({int(bad.sum())} of {len(bad)} rows): {remedy}")
+def _refuse(*checks: tuple[Tensor, str, str]) -> None:
+    """(bad [N], what, remedy) each. One wait on the device for all: an id outside the vocabulary would be worse."""
+    if not bool(torch.stack([bad.any() for bad, _, _ in checks]).any()):
+        return
+    for bad, what, remedy in checks:
+        if bool(bad.any()):
+            raise ValueError(f"{what} in row {int(bad.int().argmax())} ({int(bad.sum())} of {len(bad)} rows): {remedy}")
 
 
 def _checked(logits: Tensor, n: int, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> _Settings:
+    """The settings with what the host may know of them, in one wait on the device."""
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ValueError(f"logits must be floating-point [rows, vocabulary], got {logits.dtype} {tuple(logits.shape)}")
-    for name, value, high in (("temperature", temperature, None), ("top_k", top_k, None), ("top_p", top_p, 1)):
-        fine = value >= 0 if high is None else (value >= 0) & (value <= high)
-        if value.shape != (n,) or not bool(fine.all()):
-            allowed = "at least 0" if high is None else f"in [0, {high}]"
+    settings = _Settings(temperature, top_k, top_p, False, False, False, False, False)
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    wrong_shape = [name for name, value in values.items() if value.shape != (n,)]
+    greedy = settings.greedy()
+    *fine, all_greedy, some_greedy, some_k, some_p, undivided = torch.stack(
+        [
+            (temperature >= 0).all(),
+            (top_k >= 0).all(),
+            ((top_p >= 0) & (top_p <= 1)).all(),
+            greedy.all(),
+            greedy.any(),
+            settings.cut_by_k(logits.shape[1]).any(),
+            (top_p < 1).any(),
+            (greedy | (temperature == 1)).all(),
+        ]
+    ).tolist()
+    for (name, value), ok in zip(values.items(), fine, strict=True):
+        if name in wrong_shape or not ok:
+            allowed = "in [0, 1]" if name == "top_p" else "at least 0"
             raise ValueError(f"{name} needs {n} entries {allowed}, one per request, got {value.tolist()}")
-    return _Settings(temperature, top_k, top_p)
+    return _Settings(temperature, top_k, top_p, all_greedy, some_greedy, some_k, some_p, undivided)
 
 
-def _check_drafts(
-    logits: Tensor, num_verified: Tensor, tokens: Tensor, q: Tensor | None, q_drawn: Tensor | None, ids: Tensor | None
-) -> None:
-    (num_rows, vocab_size), (num_requests, num_drafts) = logits.shape, tokens.shape
-    if num_verified.shape != (num_requests,) or bool(((num_verified < 0) | (num_verified > num_drafts)).any()):
-        raise ValueError(f"num_verified needs {num_requests} entries in [0, {num_drafts}], got {num_verified.tolist()}")
-    if num_rows != int(num_verified.sum()) + num_requests:
-        raise ValueError(f"got {num_rows} rows of logits for num_verified {num_verified.tolist()}: pack one more each")
-    verified = torch.arange(num_drafts, device=tokens.device) < num_verified[:, None]  # [R, K]
-    outside = (verified & ((tokens < 0) | (tokens >= vocab_size))).any(-1)
-    _refuse(outside, f"a draft outside the target's {vocab_size} ids", "mask the drafter's tail before it samples")
+def _check_counts(logits: Tensor, num_verified: Tensor, tokens: Tensor) -> int:
+    """The most drafts that any request had verified."""
+    (num_rows, _), (num_requests, num_drafts) = logits.shape, tokens.shape
+    counts = num_verified.tolist()
+    fits = num_verified.shape == (num_requests,)
+    if not fits or any(not 0 <= n <= num_drafts for n in counts):
+        raise ValueError(f"num_verified needs {num_requests} entries in [0, {num_drafts}], got {counts}")
+    if num_rows != sum(counts) + num_requests:
+        raise ValueError(f"got {num_rows} rows of logits for num_verified {counts}: pack one more each")
+    return max(counts, default=0)
+
+
+def _check_q(logits: Tensor, tokens: Tensor, q: Tensor | None, q_drawn: Tensor | None, ids: Tensor | None) -> None:
+    vocab_size, (num_requests, num_drafts) = logits.shape[1], tokens.shape
     if q is None:
         return
     if q_drawn is None or q.dtype != torch.float32 or q_drawn.dtype != torch.float32:

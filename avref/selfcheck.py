@@ -1,7 +1,7 @@
 """`python -m avref selfcheck`: is the engine right, lossless and fast on this machine?
 
 Each figure stands beside its bar, in one report to paste into a bug report. Speed rows are ratios of medians, both
-sides interleaved in one process. On a CPU the CUDA rows stay empty, and the other way round.
+sides interleaved in one process. On a CPU the CUDA rows stay empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from avref import exact, profiling
 from avref.llm import LLM
-from avref.packed import check_parity
+from avref.parity import check_parity
 from avref.speed import (
     Row,
     forward_rows,
@@ -27,6 +27,15 @@ from avref.speed import (
     sampling_rows,
     speculative_rows,
 )
+
+CUDA_ROWS = {
+    "packed": "packed forward / batched forward, 64 requests x 8 tokens",
+    "ragged": "ragged (1 to 8 tokens) / uniform",
+    "cost ratio": "32 requests x 8 tokens / x 1 token",
+    "sampling": "acceptance with top-p",
+    "whole step": "adaptive / fixed-7, 32 requests",
+}
+"""What the rows for CUDA are called, and how the names of the rows begin whose figures they repeat."""
 
 
 @dataclass
@@ -51,7 +60,15 @@ def run(
         for part in (forward_rows, sampling_rows, method_rows, generate_rows, import_row):
             rows += _announced(part, llm)
         rows += _announced(lambda base: speculative_rows(base, method, drafter), llm, "speculative_rows")
+        rows += cuda_rows(rows, llm.device.type == "cuda")
     return Report(profiling.describe(llm), rows)
+
+
+def cuda_rows(rows: list[Row], on_gpu: bool) -> Iterator[Row]:
+    """The figures that decide on a GPU, again under names of their own; empty where there is none."""
+    for name, start in CUDA_ROWS.items():
+        row = next((r for r in rows if r.name.startswith(start)), None)
+        yield replace(row, name=f"CUDA: {name}") if on_gpu and row else Row(f"CUDA: {name}", None, None)
 
 
 def render(report: Report) -> str:

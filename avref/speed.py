@@ -153,9 +153,6 @@ def forward_rows(llm: LLM) -> Iterator[Row]:
     llm.model.set_attn_implementation("avref")
     eight, one = interleaved([contexts.ours([8] * 32), contexts.ours([1] * 32)], 7, llm.device)
     yield Row("32 requests x 8 tokens / x 1 token", eight / one, 2.5, at_most=False)
-    if llm.device.type != "cuda":
-        for name in ("packed", "ragged", "cost ratio", "sampling", "whole step"):
-            yield Row(f"CUDA: {name}", None, None)
 
 
 # ---- fast: sampling and the method ----
@@ -273,6 +270,7 @@ def import_row(llm: LLM) -> Iterator[Row]:
 def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
     """The drafter's overlap on held-out samples, and adaptive verification against every other arm."""
     from avref import quickstart
+    from avref.arms import warm_up
 
     if method == "dflash":
         from avref.train.evaluate import held_out_overlap
@@ -291,7 +289,7 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
     adaptive = arms["adaptive-7"]
     adaptive.cost_table = profiling.load_or_profile(adaptive)
     warm = base.prompt_ids(workloads.load("warmup"))
-    quickstart.warm_up(adaptive, warm, 48)
+    warm_up(adaptive, warm, 48)
     control = LLM(
         base.model,
         {"method": method, "model": drafter, "num_speculative_tokens": 7},
@@ -324,7 +322,7 @@ def _speeds(
     base: LLM, arms: dict[str, LLM], names: Sequence[str], concurrency: int, repeats: int
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm, interleaved; every repeat has prompts of its own."""
-    from avref import quickstart
+    from avref.arms import measure
 
     prompts = base.prompt_ids(workloads.mix())
     count = max(3, concurrency + concurrency // 2)
@@ -338,5 +336,5 @@ def _speeds(
         for name in (
             names[repeat % len(names) :] + list(names[: repeat % len(names)]) if isinstance(names, list) else names
         ):
-            speeds[name].append(quickstart.measure(arms[name], chosen, params, concurrency).tokens_per_s)
+            speeds[name].append(measure(arms[name], chosen, params, concurrency).tokens_per_s)
     return speeds

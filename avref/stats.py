@@ -60,7 +60,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self.totals = dict.fromkeys(("prefill", "draft", "verify", "sample", "other"), 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._last = self._now()
@@ -69,7 +69,7 @@ class Stopwatch:
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class Stopwatch:
 
     def read(self) -> dict[str, float]:
         if self._events:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
             for name, start, end in self._events:
                 self.totals[name] += start.elapsed_time(end)
             self._events.clear()

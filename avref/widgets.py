@@ -1,23 +1,16 @@
-"""Interactive figures for the notebooks. Each has a static twin, and redraws one picture in place.
-
-A widget keeps a single PNG image and never an `Output` area: nothing stacks up under the controls, and an exception
-in a callback is not swallowed. It is shown in place of the summary line and raised again.
-"""
+"""Interactive figures for the notebooks. Each has a static twin, and redraws one picture in place."""
 
 from __future__ import annotations
-
-import html
-from typing import Any
 
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from avref.estimator import STEP_RULES
-from avref.plot_style import png as _png
 from avref.plots import plot_damping
 from avref.traffic import KINDS, DampingHistory, simulate_damping
 from avref.widgets_budget import BudgetExplorer as BudgetExplorer
 from avref.widgets_budget import budget_figure as budget_figure
+from avref.widgets_explorer import LABEL, WIDE, Explorer
 from avref.widgets_feature import FeatureExplorer as FeatureExplorer
 from avref.widgets_feature import feature_figure as feature_figure
 from avref.widgets_lossless import LosslessExplorer as LosslessExplorer
@@ -33,7 +26,7 @@ def damping_figure(
     return plot_damping(_simulate(constant, refit_interval, step, traffic))
 
 
-class DampingExplorer(widgets.VBox):
+class DampingExplorer(Explorer):
     """How the damping constant C of n / (n + C), the refit interval and the step rule follow each kind of traffic.
 
     A block of K = 7 drafts for 8 requests, 2,400 decode steps. Above: slope and intercepts against the truth; below:
@@ -41,34 +34,20 @@ class DampingExplorer(widgets.VBox):
     """
 
     def __init__(self) -> None:
-        wide = {"description_width": "110px"}
         self.constant = widgets.SelectionSlider(
-            options=[0, 5, 20, 50, 100, 200, 500, 2000], value=50, description="constant C", style=wide
+            options=[0, 5, 20, 50, 100, 200, 500, 2000], value=50, description="constant C", style=LABEL, layout=WIDE
         )
         self.refit_interval = widgets.SelectionSlider(
-            options=[25, 50, 100, 200, 400], value=100, description="refit every", style=wide
+            options=[25, 50, 100, 200, 400], value=100, description="refit every (steps)", style=LABEL, layout=WIDE
         )
-        self.step = widgets.ToggleButtons(options=list(STEP_RULES), description="step rule", style=wide)
-        self.traffic = widgets.ToggleButtons(options=list(KINDS), description="traffic", style=wide)
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
-        self.summary = widgets.HTML()
-        controls = (self.constant, self.refit_interval, self.step, self.traffic)
-        for control in controls:
-            control.observe(self.redraw, names="value")
-        super().__init__([*controls, self.summary, self.picture])
-        self.redraw()
+        self.step = widgets.ToggleButtons(options=list(STEP_RULES), description="step rule", style=LABEL)
+        self.traffic = widgets.ToggleButtons(options=list(KINDS), description="traffic", style=LABEL)
+        super().__init__(self.constant, self.refit_interval, self.step, self.traffic)
 
-    def redraw(self, _change: Any = None) -> None:
-        """Simulate at the present settings and replace the picture."""
-        try:
-            history = _simulate(self.constant.value, self.refit_interval.value, self.step.value, self.traffic.value)
-            self.picture.value = _png(plot_damping(history))
-            self.summary.value = (
-                f"mean excess log-loss after the first round: <b>{_mean_excess(history):.4g}</b> nats per draft"
-            )
-        except Exception as error:
-            self.summary.value = f"<b>redrawing failed:</b> {html.escape(str(error))}"
-            raise
+    def draw(self) -> tuple[Figure, str]:
+        history = _simulate(self.constant.value, self.refit_interval.value, self.step.value, self.traffic.value)
+        excess = f"mean excess log-loss after the first round: <b>{_mean_excess(history):.4g}</b> nats per draft"
+        return plot_damping(history), excess
 
 
 def _simulate(constant: float, refit_interval: int, step: str, traffic: str) -> DampingHistory:

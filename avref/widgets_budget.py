@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from functools import lru_cache
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor
 from avref.cost_table import CostTable
 from avref.evidence import hardware
 from avref.evidence.synthetic import acceptance_log_odds
-from avref.plot_style import png
 from avref.plots_budget import plot_belief
 from avref.pruning import SurvivalProfile, allocate, choose_budget, survival
+from avref.widgets_explorer import LABEL, WIDE, Explorer
 
 TABLES = ("two CPU cores", "published B300", "roofline T4", "roofline H100")
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -55,7 +54,7 @@ def budget_figure(
     return plot_belief(*_step(num_requests, mean_acceptance, calibration_error, table))
 
 
-class BudgetExplorer(widgets.VBox):
+class BudgetExplorer(Explorer):
     """One decode step with K = 7 drafts: how many are verified, what the rule believed, and what it gets.
 
     Drafts are those of `acceptance_log_odds`; the rules see log-odds that are off by the calibration error. The profile
@@ -63,31 +62,17 @@ class BudgetExplorer(widgets.VBox):
     """
 
     def __init__(self) -> None:
-        wide = {"description_width": "130px"}
-        self.requests = widgets.SelectionSlider(options=REQUESTS, value=16, description="requests", style=wide)
-        self.acceptance = widgets.SelectionSlider(
-            options=ACCEPTANCES, value=0.7, description="mean acceptance", style=wide
-        )
-        self.error = widgets.SelectionSlider(options=ERRORS, value=0.0, description="calibration error", style=wide)
-        self.table = widgets.ToggleButtons(options=TABLES, value="published B300", description="cost table", style=wide)
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
-        self.summary = widgets.HTML()
+        wide: Any = {"style": LABEL, "layout": WIDE}
+        self.requests = widgets.SelectionSlider(options=REQUESTS, value=16, description="requests", **wide)
+        self.acceptance = widgets.SelectionSlider(options=ACCEPTANCES, value=0.7, description="mean acceptance", **wide)
+        self.error = widgets.SelectionSlider(options=ERRORS, value=0.0, description="calibration error", **wide)
+        self.table = widgets.ToggleButtons(options=TABLES, value=TABLES[1], description="cost table", style=LABEL)
         self.table.observe(self._offer_requests, names="value")
-        controls = (self.requests, self.acceptance, self.error, self.table)
-        for control in controls:
-            control.observe(self.redraw, names="value")
-        super().__init__([*controls, self.summary, self.picture])
-        self.redraw()
+        super().__init__(self.requests, self.acceptance, self.error, self.table)
 
-    def redraw(self, _change: Any = None) -> None:
-        """Decide the step at the present settings and replace the picture."""
-        try:
-            step = _step(self.requests.value, self.acceptance.value, self.error.value, self.table.value)
-            self.picture.value = png(plot_belief(*step))
-            self.summary.value = _summary(*step)
-        except Exception as error:
-            self.summary.value = f"<b>redrawing failed:</b> {html.escape(str(error))}"
-            raise
+    def draw(self) -> tuple[Figure, str]:
+        step = _step(self.requests.value, self.acceptance.value, self.error.value, self.table.value)
+        return plot_belief(*step), _summary(*step)
 
     def _offer_requests(self, _change: Any) -> None:
         """Offer the numbers of requests that the chosen table covers; a larger one becomes its largest."""

@@ -1,13 +1,8 @@
-"""The feature explorer: how a feature goes with acceptance, and whether the confidence made of it is calibrated.
-
-It keeps one PNG image, as the other explorers do: nothing stacks up, and an exception in a callback is raised.
-"""
+"""The feature explorer: how a feature goes with acceptance, and whether the confidence made of it is calibrated."""
 
 from __future__ import annotations
 
-import html
 from functools import lru_cache
-from typing import Any
 
 import ipywidgets as widgets
 import numpy as np
@@ -19,8 +14,8 @@ from avref.evidence.fits import Drafts
 from avref.evidence.pair import FEATURE, Pair
 from avref.evidence.resampling import Floats
 from avref.features import FEATURES
-from avref.plot_style import png as _png
 from avref.plots_feature import FEWEST, plot_feature
+from avref.widgets_explorer import LABEL, WIDE, Explorer
 
 BINS = (5, 10, 15, 30, 60)
 
@@ -41,7 +36,7 @@ def positions(pair: Pair) -> list[int]:
     return (np.flatnonzero((counts >= FEWEST) & (accepted > 0) & (accepted < counts)) + 1).tolist()
 
 
-class FeatureExplorer(widgets.VBox):
+class FeatureExplorer(Explorer):
     """Any of the eight features on a pair's held-out drafts, fitted on the other half (q_max as it is).
 
     Left: acceptance and confidence against the feature by position; right: the reliability diagram. All fits are made
@@ -50,35 +45,23 @@ class FeatureExplorer(widgets.VBox):
 
     def __init__(self, pair: Pair | None = None) -> None:
         self.pair = Pair("dflash", traces.load("dflash")) if pair is None else pair
-        wide = {"description_width": "110px"}
-        self.feature = widgets.Dropdown(options=list(FEATURES), value=FEATURE, description="feature", style=wide)
+        self.feature = widgets.Dropdown(options=list(FEATURES), value=FEATURE, description="feature", style=LABEL)
         places = [("all", 0), *((str(k), k) for k in positions(self.pair))]
-        self.position = widgets.ToggleButtons(options=places, description="draft position", style=wide)
-        self.num_bins = widgets.SelectionSlider(options=BINS, value=15, description="bins", style=wide)
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
-        self.summary = widgets.HTML()
+        self.position = widgets.ToggleButtons(options=places, description="draft position", style=LABEL)
+        self.num_bins = widgets.SelectionSlider(options=BINS, value=15, description="bins", style=LABEL, layout=WIDE)
         for name in FEATURES:
             _predicted(self.pair, name, 0)
-        controls = (self.feature, self.position, self.num_bins)
-        for control in controls:
-            control.observe(self.redraw, names="value")
-        super().__init__([*controls, self.summary, self.picture])
-        self.redraw()
+        super().__init__(self.feature, self.position, self.num_bins)
 
-    def redraw(self, _change: Any = None) -> None:
-        """Score the drafts at the present settings and replace the picture."""
-        try:
-            feature, position, bins = self.feature.value, self.position.value, self.num_bins.value
-            self.picture.value = _png(feature_figure(self.pair, feature=feature, position=position, num_bins=bins))
-            drafts, _, c = _predicted(self.pair, feature, position)
-            y, kept = drafts.label, "lossless" if FEATURES[feature].lossless else "reads the drawn token: not lossless"
-            self.summary.value = (
-                f"{len(y):,} held-out drafts: AUC <b>{metrics.auc(y, c):.4f}</b>, log-loss "
-                f"<b>{metrics.log_loss(y, c):.4f}</b>, ECE <b>{metrics.ece(y, c, bins):.4f}</b> ({kept})"
-            )
-        except Exception as error:
-            self.summary.value = f"<b>redrawing failed:</b> {html.escape(str(error))}"
-            raise
+    def draw(self) -> tuple[Figure, str]:
+        feature, position, bins = self.feature.value, self.position.value, self.num_bins.value
+        drafts, _, c = _predicted(self.pair, feature, position)
+        y, kept = drafts.label, "lossless" if FEATURES[feature].lossless else "reads the drawn token: not lossless"
+        scores = (
+            f"{len(y):,} held-out drafts: AUC <b>{metrics.auc(y, c):.4f}</b>, log-loss "
+            f"<b>{metrics.log_loss(y, c):.4f}</b>, ECE <b>{metrics.ece(y, c, bins):.4f}</b> ({kept})"
+        )
+        return feature_figure(self.pair, feature=feature, position=position, num_bins=bins), scores
 
 
 def _predicted(pair: Pair, feature: str, position: int) -> tuple[Drafts, Floats, Floats]:

@@ -14,8 +14,8 @@ from avref.cost_table import CostTable
 from avref.evidence import fits, simulate, traces
 from avref.evidence.replay import Policy
 from avref.evidence.trace_file import Trace
-from avref.plot_style import png
 from avref.plots_pareto import on_frontier, plot_frontier
+from avref.widgets_explorer import LABEL, WIDE, Explorer
 
 REQUESTS = (1, 4, 16, 64)
 FLOORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
@@ -105,7 +105,7 @@ def pareto_figure(
     return plot_frontier(rows, floor=choices(rows, floor)[1])
 
 
-class ParetoExplorer(widgets.VBox):
+class ParetoExplorer(Explorer):
     """Which arm, and how many requests at once, gives the most tokens per second while each user gets enough.
 
     results: by drafter and cost table, what `sweep` returns. Raises ValueError when there are none.
@@ -115,31 +115,17 @@ class ParetoExplorer(widgets.VBox):
         if not results or not all(results.values()):
             raise ValueError("results is empty; give rows by drafter and by cost table, as `sweep` makes them")
         self.results = results
-        wide: Any = {"description_width": "150px"}
-        layout = widgets.Layout(width="460px")
         tables = list(next(iter(results.values())))
-        self.drafter = widgets.Dropdown(options=list(results), description="drafter", style=wide)
-        self.table = widgets.ToggleButtons(options=tables, description="cost table", style=wide)
+        self.drafter = widgets.Dropdown(options=list(results), description="drafter", style=LABEL)
+        self.table = widgets.ToggleButtons(options=tables, description="cost table", style=LABEL)
         self.floor = widgets.SelectionSlider(
-            options=FLOORS, value=0.0, description="per user, over plain", style=wide, layout=layout
+            options=FLOORS, value=0.0, description="per user, over plain", style=LABEL, layout=WIDE
         )
-        self.picture = widgets.Image(format="png", layout=widgets.Layout(max_width="100%"))
-        self.summary = widgets.HTML()
-        controls = (self.drafter, self.table, self.floor)
-        for control in controls:
-            control.observe(self.redraw, names="value")
-        super().__init__([*controls, self.summary, self.picture])
-        self.redraw()
+        super().__init__(self.drafter, self.table, self.floor)
 
-    def redraw(self, _change: Any = None) -> None:
-        """Choose at the present settings and replace the picture."""
-        try:
-            rows = _rows(self.results, self.drafter.value, self.table.value)
-            self.picture.value = png(plot_frontier(rows, floor=choices(rows, self.floor.value)[1]))
-            self.summary.value = _summary(rows, self.floor.value)
-        except Exception as error:
-            self.summary.value = f"<b>redrawing failed:</b> {html.escape(str(error))}"
-            raise
+    def draw(self) -> tuple[Figure, str]:
+        rows = _rows(self.results, self.drafter.value, self.table.value)
+        return plot_frontier(rows, floor=choices(rows, self.floor.value)[1]), _summary(rows, self.floor.value)
 
 
 def _rows(results: Results, drafter: str | None, table: str | None) -> Sequence[Row]:

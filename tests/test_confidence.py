@@ -5,6 +5,7 @@ Oracles: plain Hugging Face for greedy tokens, a softmax and a Python loop for p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from avref import drafters, profiling
 from avref.confidence import Confidence, resolve
 from avref.config import SamplingParams, SpeculativeConfig
+from avref.decision import Decision
 from avref.drafters.base import DraftProposal
 from avref.drafters.draft_model import DraftModel
 from avref.estimator import OnlineAcceptanceEstimator
@@ -36,18 +38,17 @@ class Talkative(DraftModel):
     most, found = 64, 64
 
     def propose(self, lengths: Any, pending: Tensor, depth: int, *rest: Any, enough: Any = None) -> DraftProposal:
-        heard = None if enough is None else lambda logits, stop: enough(logits, self.stop(logits))
-        proposal = super().propose(lengths, pending, min(depth, self.most), *rest, enough=heard)
-        assert proposal.logits is not None
-        proposal.confidence = proposal.logits.softmax(-1).amax(-1).sqrt()
-        proposal.stop = self.stop(proposal.logits)
+        heard = None if enough is None else lambda position: enough(self.judged(position))
+        proposal = self.judged(super().propose(lengths, pending, min(depth, self.most), *rest, enough=heard))
         if self.found < 64:
             proposal.num_drafted = [min(depth, (n + self.found) % 4) for n in lengths]
         return proposal
 
     @staticmethod
-    def stop(logits: Tensor) -> Tensor:
-        return 4.0 * logits.softmax(-1).amax(-1) - 1.0
+    def judged(proposal: DraftProposal) -> DraftProposal:
+        assert proposal.logits is not None
+        q_max = proposal.logits.softmax(-1).amax(-1)
+        return replace(proposal, confidence=q_max.sqrt(), stop=4.0 * q_max - 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +87,10 @@ def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftProposa
     steps = []
     admit = llm.engine._admit
 
-    def watch(proposal: Any, capacity: list[int], drafted: list[int], temperature: Tensor) -> Any:
-        answer = admit(proposal, capacity, drafted, temperature)
+    def watch(proposal: Any, decision: Any, capacity: list[int], drafted: list[int]) -> Any:
+        answer = admit(proposal, decision, capacity, drafted)
         if proposal is not None:
-            steps.append((proposal, capacity, temperature, list(answer[1])))
+            steps.append((proposal, capacity, decision.temperature, list(answer)))
         return answer
 
     monkeypatch.setattr(llm.engine, "_admit", watch)
@@ -272,7 +273,7 @@ def test_ending_a_block_early_changes_nothing_but_the_drafting(
 ) -> None:
     llm = make(target, "draft_model", models["draft_model"], confidence, threshold=0.6)
     early, drafted, verified = tokens(llm, SAMPLED), llm.stats.drafted_by_position, llm.stats.verified_by_position
-    monkeypatch.setattr(Confidence, "enough", lambda *_: None)
+    monkeypatch.setattr(Decision, "enough", None)
     llm = make(target, "draft_model", models["draft_model"], confidence, threshold=0.6)
     assert tokens(llm, SAMPLED) == early
     assert llm.stats.verified_by_position.tolist() == verified.tolist()

@@ -138,7 +138,7 @@ def by_step(llm: LLM) -> list[int]:
         depths.append(0 if proposal is None else proposal.tokens.shape[1])
         return proposal
 
-    llm.engine._draft = watch  # type: ignore[method-assign]
+    llm.engine._draft = watch  # type: ignore[method-assign,assignment]
     return depths
 
 
@@ -238,6 +238,56 @@ def test_emitted_law_of_the_real_choice(target: Any) -> None:
     out = llm.generate([lossless.PROMPT] * 600, SamplingParams(max_tokens=4))
     shares = np.bincount(depths, minlength=4) / len(depths)
     assert (shares > 0.02).sum() >= 3, shares
+    answers = [o.outputs[0].token_ids for o in out]
+    assert lossless.p_value((answers, lossless.exact_law(target, lossless.PROMPT, 1.0))) >= lossless.ALPHA
+
+
+# Ending the block: nothing but the drafting changes
+
+
+def deep(llm: LLM) -> None:
+    """Plan for the full depth in every step, and let the block end."""
+    assert llm.engine.depth is not None
+    llm.engine.depth.choose = lambda step, num_requests, deepest, cost_table: deepest  # type: ignore[method-assign]
+    llm.engine.depth.in_full = False
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_ending_the_block_changes_nothing_but_the_drafting(num_requests: int, target: Any) -> None:
+    """early_stop remembers nothing, so the same seeds give the same tokens with and without it."""
+    costs = CostTable(np.outer(np.ones(4), 0.1 * np.arange(6)), 1 + 0.18 * np.arange(20))
+    told: list[Any] = []
+    drafted: list[int] = []
+    for ends in (True, False):
+        config = {"method": "draft_model", "model": tiny.near(target, 0.12), "num_speculative_tokens": 5}
+        config |= {"enable_adaptive_verification": True, "budget_rule": "early_stop", "probe_interval": 9}
+        llm = LLM(target, config, max_num_seqs=num_requests, max_model_len=64, cost_table=costs)
+        deep(llm)
+        llm.engine.depth.in_full = not ends  # type: ignore[union-attr]
+        out = llm.generate([lossless.PROMPT] * 6, [SamplingParams(max_tokens=25, seed=i) for i in range(6)])
+        stats = llm.stats
+        told.append(([o.outputs[0].token_ids for o in out], stats.verified_by_position.tolist(), stats.num_steps))
+        drafted.append(stats.drafted_by_position.sum())
+    assert told[0] == told[1]
+    assert drafted[0] < (0.8 if num_requests == 1 else 1.0) * drafted[1]
+
+
+@pytest.mark.parametrize("rule", ["lookahead", "stale"])
+def test_emitted_law_when_blocks_end(rule: str, target: Any) -> None:
+    config = {
+        "method": "draft_model",
+        "model": tiny.near(target, 0.12),
+        "num_speculative_tokens": 3,
+        "enable_adaptive_verification": True,
+        "budget_rule": rule,
+        "estimator": {"slope": 2.0, "intercept": 1.0, "refit_interval": 30},
+    }
+    costs = CostTable(np.zeros((3, 4)), 1 + 0.25 * np.arange(13))
+    llm = LLM(target, config, max_num_seqs=2, max_model_len=16, cost_table=costs)
+    deep(llm)
+    depths = by_step(llm)
+    out = llm.generate([lossless.PROMPT] * 500, SamplingParams(max_tokens=4))
+    assert (np.bincount(depths, minlength=4)[1:] > 0.02 * len(depths)).all()
     answers = [o.outputs[0].token_ids for o in out]
     assert lossless.p_value((answers, lossless.exact_law(target, lossless.PROMPT, 1.0))) >= lossless.ALPHA
 

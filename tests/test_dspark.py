@@ -99,6 +99,7 @@ class Side:
         uniforms: Tensor | None = None,
         greedy: bool = False,
         temperature: float = 0.8,
+        enough: Any = None,
     ) -> Any:
         rows = len(self.lengths)
         return self.drafter.propose(
@@ -109,7 +110,7 @@ class Side:
             torch.full((rows, DEPTH), 0.5) if uniforms is None else uniforms,
             greedy,
             forced=forced,
-            enough=lambda *_: True,  # a parallel drafter goes on all the same
+            enough=enough,
         )
 
 

@@ -239,11 +239,12 @@ def test_what_propose_returns(method: str, target: Any) -> None:
     forced = side.propose()
     assert torch.equal(forced.q[:, 0], free.q[:, 0])
     assert not torch.allclose(forced.q[:, 1:], free.q[:, 1:], atol=1e-3)
-    asked: list[tuple[Tensor, Tensor]] = []
-    short = side.propose(forced=False, enough=lambda logits, stop: asked.append((logits, stop)) or len(asked) == 2)
-    assert torch.equal(short.tokens, free.tokens[:, :2])
-    assert torch.equal(torch.stack([a for a, _ in asked], dim=1), free.logits[:, :2])
-    assert torch.equal(torch.stack([b for _, b in asked], dim=1), free.stop[:, :2])
+    asked: list[Any] = []
+    short = side.propose(forced=False, enough=lambda position: asked.append(position) or len(asked) == 2)
+    for name in ("tokens", "draft_ids", "logits", "q", "q_drawn", "stop"):
+        expected = getattr(free, name)[:, :2]
+        assert torch.equal(getattr(short, name), expected)
+        assert torch.equal(torch.cat([getattr(position, name) for position in asked], dim=1), expected)
 
 
 @pytest.mark.parametrize("drafts", ["probabilistic", "greedy"])

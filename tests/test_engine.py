@@ -480,7 +480,7 @@ def test_probes_take_turns(target: Any, drafters: dict[str, Any]) -> None:
     )
     probed: list[list[int]] = []
     admit = llm.engine._admit
-    llm.engine._admit = lambda *args: (answer := admit(*args), probed.append(answer[1]))[0]  # type: ignore
+    llm.engine._admit = lambda *args: (answer := admit(*args), probed.append(list(answer)))[0]  # type: ignore
     llm.generate([[3, 4]] * 3, SamplingParams(max_tokens=20, ignore_eos=True))
     full = [row for step in probed[:12] for row, n in enumerate(step) if n]
     assert full == [0, 1, 2, 0, 1, 2]

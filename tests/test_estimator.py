@@ -9,15 +9,10 @@ import copy
 import itertools
 import math
 import time
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 
 from avref.estimator import OnlineAcceptanceEstimator
@@ -229,37 +224,7 @@ def test_the_same_data_every_round_converges_to_scikit_learns_optimum(rule, shar
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-# ---- the self-concordant rule
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    num_positions=st.integers(1, 5),
-    rows=st.integers(1, 120),
-    scale=st.floats(0.0, 40.0),
-    start=st.floats(0.0, 3.0),
-    spread=st.floats(0.0, 20.0),
-    truth=st.floats(-1.0, 2.0),
-    damping=st.sampled_from([0.0, 50.0]),
-    shared=st.booleans(),
-)
-def test_self_concordant_never_raises_the_loss_of_the_round(
-    seed, num_positions, rows, scale, start, spread, truth, damping, shared
-):
-    rng = np.random.default_rng(seed)
-    est = OnlineAcceptanceEstimator(
-        num_positions, slope=start, intercept=rng.normal(0, spread, num_positions), damping=damping, shared_slope=shared
-    )
-    f, accepted, verified = chains(rng, truth, rng.normal(0, 2, num_positions), rows, scale=scale, mean=0)
-    drafts = graded_drafts(f, accepted, verified)
-    if not drafts:
-        return
-    before = round_loss(est, drafts)
-    est.observe(f, accepted, verified)
-    est.refit()
-    assert est.slope.isfinite().all() and est.intercepts.isfinite().all() and (est.slope >= 0).all()
-    assert round_loss(est, drafts) <= before * (1 + 1e-9) + 1e-9
+# ---- the self-concordant rule (that it never raises the loss of a round: test_properties.py)
 
 
 def test_from_the_truth_the_published_order_raises_the_loss_and_this_rule_does_not():
@@ -630,42 +595,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         assert est.num_refits == 0
     with pytest.raises(ValueError, match="keys"):
         est.load_state_dict({"slope": 0.5})
-
-
-def _replica(rank, world_size, rendezvous, results):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-    )
-    f, accepted, verified = chains(np.random.default_rng(15), 0.7, [0.9, 0.2, -0.5], 200)
-    est = OnlineAcceptanceEstimator(3, refit_interval=1)
-    fitted = []
-    for share in ((slice(0, 80), slice(80, 200)), (slice(0, 200), slice(0, 0))):  # in the second round rank 1 is empty
-        est.observe(f[share[rank]], accepted[share[rank]], verified[share[rank]])
-        est.all_reduce()
-        est.end_step()
-        fitted.append(est._coefficients())
-    odd = OnlineAcceptanceEstimator(3, slope=0.5 + rank)
-    try:
-        odd.all_reduce()
-        refused = False
-    except ValueError:
-        refused = True
-    torch.save((fitted, refused), f"{results}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_all_reduce_gives_every_rank_the_fit_of_all(tmp_path):
-    mp.spawn(_replica, args=(2, tmp_path / "rendezvous", tmp_path), nprocs=2)
-    (first, refused_0), (second, refused_1) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert refused_0 and refused_1
-    whole = OnlineAcceptanceEstimator(3, refit_interval=1)
-    step = chains(np.random.default_rng(15), 0.7, [0.9, 0.2, -0.5], 200)
-    for mine, theirs in zip(first, second, strict=True):
-        whole.observe(*step)
-        whole.end_step()
-        assert torch.equal(mine, theirs)
-        torch.testing.assert_close(mine, whole._coefficients(), atol=1e-12, rtol=1e-12)
 
 
 def test_all_reduce_needs_a_process_group():

@@ -1,13 +1,19 @@
 """Losslessness by enumeration: which rules emit the target's law, and which do not."""
 
 import dataclasses
+from collections import defaultdict
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from avref import exact
+from avref import exact, policies, pruning
+from avref.budget import Budget
+from avref.cost_table import CostTable
+from avref.decision import Decision
+from avref.depth import DraftDepth
 from avref.exact import (
     Experiment,
     Request,
@@ -54,7 +60,7 @@ def toy(seed: int, vocab_size: int, confidence: exact.Confidence) -> Request:
 STAIRCASES = [(1.0, 1.6, 1.65, 1.7), (1.0, 1.75, 1.75, 2.3), (1.0, 1.6, 2.2, 2.25), (1.0, 1.5, 1.9, 2.0)]
 
 
-def staircase(seed: int, num_sizes: int) -> exact.CostTable:
+def staircase(seed: int, num_sizes: int) -> CostTable:
     """Costs that stay flat over several sizes and then jump, as a padded batch does."""
     steps = STAIRCASES[seed % len(STAIRCASES)]
     if num_sizes <= len(steps):
@@ -179,11 +185,11 @@ def test_safe_drafting_changes_no_allocation(rule, monkeypatch):
     rng = np.random.default_rng(4)
     stopped_early = []
 
-    def allocate(live, budget, capacities, real=exact.allocate):
+    def allocate(live, budget, capacities, real=policies.allocate):
         stopped_early.append(bool((live[:, -1] == 0).all()))
         return real(live, budget, capacities)
 
-    monkeypatch.setattr(exact, "allocate", allocate)
+    monkeypatch.setattr(policies, "allocate", allocate)
     for seed in range(200):
         num_requests, num_drafts = rng.integers(1, 4), rng.integers(2, 5)
         live = np.minimum.accumulate(rng.choice([0.05, 0.3, 0.6, 0.9, 1.0], (num_requests, num_drafts)), axis=1)
@@ -316,7 +322,7 @@ def test_copied_drafts_are_exact():
 
 def test_a_budget_that_counts_the_drafts_found_leaks():
     """Half of the slots that are there: how many there are tells which token x_1 is."""
-    half = lambda seen: exact.allocate(seen.survival, sum(seen.drafted) // 2, seen.drafted).tolist()  # noqa: E731
+    half = lambda seen: pruning.allocate(seen.survival, sum(seen.drafted) // 2, seen.drafted).tolist()  # noqa: E731
     assert leak(dataclasses.replace(source(head, ends=draft_ends), policy=half)) > 1e-3
     assert leak(dataclasses.replace(source(head), policy=half)) < EXACT
 
@@ -326,7 +332,7 @@ def test_a_budget_that_counts_the_drafts_found_leaks():
 
 def depths(read_from):
     """`drafting_to` the depth that this survival table recommends, and the depths it will have chosen after a step."""
-    table = exact.CostTable(np.tile([0.0, 0.3, 0.4], (7, 1)), costs(*(1 + 0.3 * np.arange(6))).verify_ms)
+    table = CostTable(np.tile([0.0, 0.3, 0.4], (7, 1)), costs(*(1 + 0.3 * np.arange(6))).verify_ms)
     chosen = set()
 
     def depth(seen):
@@ -352,6 +358,102 @@ def test_a_depth_from_the_step_before_is_exact():
 def test_a_depth_from_live_survivals_leaks():
     policy, _ = depths("survival")
     assert leak(dataclasses.replace(source(head), policy=policy)) > 1e-2
+
+
+# The engine's own decisions: drafted position by position, with the memory of steps that ended early
+
+
+class Given:
+    """A confidence that is what the drafts bring along."""
+
+    stops = False
+
+    def __init__(self, num_positions):
+        self.num_positions = num_positions
+
+    def read(self, proposal, temperature, first):
+        confidence = torch.zeros(len(proposal.given), self.num_positions, dtype=torch.float64)
+        confidence[:, first] = proposal.given
+        return None, confidence
+
+
+def engine_like(table, rule, adaptive_depth=False):
+    """A policy that runs `Decision` over the past steps and this one; and how many positions each step drafted of how
+    many that it might have.
+
+    A step knows of the others what the engine would: `Budget` and `DraftDepth` as `Decision` left them.
+    """
+    ends = set()
+
+    def policy(seen):
+        num_requests, num_positions = seen.survival.shape
+        memory, worth = Budget(rule, num_positions), DraftDepth(num_positions, rate=0.5, warmup=1)
+        memory.profiles = defaultdict(lambda: pruning.SurvivalProfile(rate=0.5))
+        for n, live in enumerate((*map(np.array, seen.past), seen.survival)):
+            depth = worth.choose(n, num_requests, num_positions, table) if adaptive_depth else num_positions
+            if depth == 0:
+                admitted = [0] * num_requests
+                continue
+            capacities, ids = torch.full((num_requests,), depth), range(num_requests)
+            may_end = not (adaptive_depth and worth.in_full)
+            step = Decision(
+                Given(num_positions), memory, worth, table, capacities, ids, torch.ones(num_requests), may_end
+            )
+            confidence = live / np.c_[np.ones(num_requests), np.where(live > 0, live, 1.0)[:, :-1]]
+            for k in range(depth):
+                column = SimpleNamespace(tokens=torch.zeros(num_requests, 1), given=torch.tensor(confidence[:, k]))
+                if step.enough(column):
+                    break
+            admitted = step.admit([step.num_read] * num_requests)
+            if live is seen.survival:
+                ends.add((step.num_read, depth))
+        return admitted
+
+    return policy, ends
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
+def test_ending_the_block_is_exact(rule):
+    """One request: what lies behind the slot refused is never drafted."""
+    ever = set()
+    for feature in LOSSLESS:
+        policy, ends = engine_like(costs(1.0, 1.5, 2.2, 3.0), rule)
+        assert leak(dataclasses.replace(experiment(1, feature, 1, 2, 3), policy=policy)) < EXACT
+        ever |= ends
+    assert len(ever) > 1
+
+
+@pytest.mark.parametrize("rule", ["lookahead", "stale"])
+def test_ending_the_block_is_exact_for_two_requests(rule):
+    """The other request's drafts have a say, and what the step before taught: its profile, survivals, and depths."""
+    by_depth = CostTable(np.tile([0.0, 0.1, 0.2], (7, 1)), costs(1.0, 1.25, 1.6, 2.05, 2.6, 3.3).verify_ms)
+    policy, ends = engine_like(by_depth, rule, adaptive_depth=True)
+    assert leak(dataclasses.replace(source(head, 2), policy=policy)) < EXACT
+    assert len(ends) > 1
+
+
+def test_two_requests_may_end_in_the_block():
+    policy, ends = engine_like(costs(1.0, 1.25, 1.6, 2.05, 2.6, 3.3), "stale")
+    assert leak(dataclasses.replace(experiment(1, "logit_q_max", 2, 2, 2), policy=policy)) < EXACT
+    assert ends == {(1, 2), (2, 2)}
+
+
+@pytest.mark.parametrize("bound", ["max", "mean"])
+def test_every_request_has_a_bound(bound, monkeypatch):
+    """The mean of the bounds instead: request 1's second survival tells its first token, and decides its fate."""
+
+    def settled(survival, drafted, last_read, capacities, real=pruning.settled):
+        best = np.sort(survival[:, :drafted], axis=None)[::-1]
+        if bound == "mean":
+            return last_read < len(best) and best[last_read] >= survival[:, drafted - 1].mean()
+        return real(survival, drafted, last_read, capacities)
+
+    monkeypatch.setattr("avref.budget.settled", settled)
+    policy, ends = engine_like(costs(1.0, 1.0, 1.05, 1.1, 1.15, 9.0, 9.0, 9.0), "stale")
+    e = dataclasses.replace(exact.aggregate_early_stop(), policy=policy)
+    assert first_token(joint_law(e), 1) == pytest.approx([0.55, 0.45] if bound == "mean" else [0.7, 0.3], abs=EXACT)
+    assert (leak(e) < EXACT) == (bound == "max")
+    assert ends == ({(2, 3), (3, 3)} if bound == "mean" else {(3, 3)})
 
 
 # What leaks

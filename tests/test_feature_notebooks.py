@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from avref import OnlineAcceptanceEstimator, features, metrics, plots, widgets_feature
+from avref import OnlineAcceptanceEstimator, features, metrics, plot_style, plots, widgets_feature
 from avref import exercises_feature as feature_exercises
 from avref import exercises_slope as slope_exercises
 from avref.evidence import study_scores, traces
@@ -127,7 +127,7 @@ def test_the_figures_are_labelled_and_not_empty(name, pair):
     for axes in figure.axes:
         assert axes.get_xlabel() and (axes.get_ylabel() or axes is not figure.axes[0])
         assert axes.lines or axes.patches or axes.collections
-    assert pixels(widgets_feature._png(figure)).std() > 0.01
+    assert pixels(plot_style.png(figure)).std() > 0.01
     assert name == "certainty" or any(axes.get_legend() for axes in figure.axes)
 
 
@@ -202,7 +202,7 @@ def test_the_summary_gives_the_metrics(explorer, pair):
 
 def test_the_static_twin_is_the_same_picture(explorer, pair):
     explorer.feature.value, explorer.position.value, explorer.num_bins.value = "margin", 1, 30
-    twin = widgets_feature._png(feature_figure(pair, feature="margin", position=1, num_bins=30))
+    twin = plot_style.png(feature_figure(pair, feature="margin", position=1, num_bins=30))
     assert (pixels(explorer.picture.value) == pixels(twin)).all()
 
 

@@ -207,17 +207,11 @@ def test_stopping_early(target: Any) -> None:
     side = Side(target, 2, 2)
     side.enter([[3, 4, 5], [9]])
     whole = side.propose([6, 7], 4)
-    asked: list[Tensor] = []
-
-    def enough(logits: Tensor, stop: Tensor | None) -> bool:
-        assert stop is None
-        asked.append(logits)
-        return len(asked) == 2
-
-    proposal = side.propose([6, 7], 4, enough=enough)
+    asked: list[Any] = []
+    proposal = side.propose([6, 7], 4, enough=lambda position: asked.append(position) or len(asked) == 2)
     assert torch.equal(proposal.tokens, whole.tokens[:, :2])
     assert proposal.logits is not None and proposal.logits.shape[1] == 2
-    assert torch.equal(torch.stack(asked, dim=1), proposal.logits)
+    assert torch.equal(torch.cat([position.logits for position in asked], dim=1), proposal.logits)
 
 
 def test_greedy_drafts(target: Any) -> None:

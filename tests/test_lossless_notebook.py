@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from scipy.stats import chisquare
 
-from avref import chi_square, exact, leaks, plots, widgets_lossless
+from avref import chi_square, exact, leaks, plot_style, plots, widgets_lossless
 from avref import exercises_lossless as exercises
 from avref.features import FEATURES
 from avref.widgets_lossless import LosslessExplorer, lossless_figure
@@ -188,7 +188,7 @@ def test_the_figures_are_labelled_and_not_empty(name):
         assert axes.get_xlabel() and (axes.get_ylabel() or axes is not figure.axes[0])
         assert axes.lines or axes.patches or axes.images
         assert axes.get_legend() or name == "verified"
-    assert pixels(widgets_lossless._png(figure)).std() > 0.01
+    assert pixels(plot_style.png(figure)).std() > 0.01
 
 
 def test_the_footnote_s_bars_add_up_to_the_emitted_law():
@@ -253,7 +253,7 @@ def test_the_summary_gives_the_enumerated_numbers():
 def test_the_static_twin_is_the_same_picture():
     explorer = LosslessExplorer()
     explorer.p.value, explorer.q.value, explorer.threshold.value = 0.7, 0.35, 0.6
-    twin = widgets_lossless._png(lossless_figure(p=0.7, q=0.35, threshold=0.6))
+    twin = plot_style.png(lossless_figure(p=0.7, q=0.35, threshold=0.6))
     assert (pixels(explorer.picture.value) == pixels(twin)).all()
 
 

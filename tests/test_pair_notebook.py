@@ -1,7 +1,11 @@
 """Notebook 08: the exercises' checkers, and what its text says of refusals, vLLM's settings and the toy pair."""
 
+import importlib.util
 import json
 import shlex
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -86,3 +90,36 @@ def test_the_clashes_of_exercise_3_are_what_loading_refuses(change):
 def test_the_notebook_names_the_settings_that_bring_vllm_s_back():
     text = "".join("".join(c["source"]) for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"])
     assert all(f"`{key}" in text for key in VLLM_DEFAULTS)
+
+
+# ---- the first code cell of every notebook
+
+
+def first_cells():
+    cells = [json.loads(path.read_text(encoding="utf-8"))["cells"][1] for path in NOTEBOOK.parent.glob("*.ipynb")]
+    return {"".join(cell["source"]) for cell in cells}
+
+
+def test_every_notebook_begins_with_the_same_code():
+    assert len(first_cells()) == 1
+
+
+def test_the_first_cell_does_nothing_where_the_package_is_installed(monkeypatch):
+    monkeypatch.setattr(subprocess, "check_call", lambda command: pytest.fail(f"ran {command}"))
+    exec(first_cells().pop(), {})
+
+
+def test_the_first_cell_installs_from_the_one_address_and_holds_torch_and_numpy(monkeypatch):
+    """As on Colab: the package is missing, torch and numpy are there."""
+    (cell,), find_spec, ran = first_cells(), importlib.util.find_spec, []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "avref" else find_spec(name))
+    monkeypatch.setattr(subprocess, "check_call", ran.append)
+    with pytest.raises(RuntimeError, match="set AVREF_SOURCE above"):
+        exec(cell, {})
+    exec(cell.replace('AVREF_SOURCE = ""', 'AVREF_SOURCE = "git+https://example.org/avref"'), {})
+    (command,) = ran
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    named = {argument for argument in command[4:] if not argument.startswith("-")}
+    held = {f"{name}=={metadata.version(name)}" for name in ("torch", "numpy")}
+    assert named == {"git+https://example.org/avref", "ipywidgets"} | held
+    assert not {"-U", "--upgrade", "--force-reinstall"} & set(command)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from avref import LLM, SamplingParams, cli, profiling, quickstart, selfcheck, speed
+from avref import LLM, SamplingParams, arms, cli, profiling, quickstart, selfcheck, speed
 from avref.cost_table import CostTable
 from tests import tiny
 
@@ -74,7 +74,7 @@ def test_profiling_plain_decoding_is_refused():
 def test_quickstart_on_a_tiny_pair_writes_every_row(tmp_path, monkeypatch):
     """The whole job with a tiny target that is its own drafter: rows, ranges, table and picture."""
     monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
-    monkeypatch.setattr(quickstart, "WARMUP_INTERVAL", 4)
+    monkeypatch.setattr(arms, "WARMUP_INTERVAL", 4)
     monkeypatch.setattr(LLM, "prompt_ids", lambda self, texts: [[3 + i % 40, 4, 5] for i in range(len(texts))])
     target = tiny.llama()
     result = quickstart.quickstart(
@@ -98,7 +98,7 @@ def test_quickstart_on_a_tiny_pair_writes_every_row(tmp_path, monkeypatch):
     fixed = rows["fixed-3", 3]
     assert sum(fixed["accepted_by_position"]) > 0.8 * sum(fixed["graded_by_position"])  # its own drafter, but for top-p
     assert fixed["tokens_per_request_step"] > 2
-    assert result["estimator"]["refits"] >= quickstart.WARMUP_REFITS
+    assert result["estimator"]["refits"] >= arms.WARMUP_REFITS
     text = quickstart.table(result)
     assert "adaptive-7" in text and "cold" in text
     paths = quickstart.save(result, tmp_path)

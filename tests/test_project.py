@@ -117,12 +117,16 @@ def test_pre_commit_uses_the_versions_that_ci_uses():
 # --- the commands in the README ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def extraction() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme_command", ROOT / ".ci" / "readme_command.py")
+def ci_module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def extraction() -> ModuleType:
+    return ci_module("readme_command")
 
 
 @pytest.mark.parametrize("name", ["quickstart", "test"])
@@ -137,7 +141,15 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert re.search(r"^if command=\$\(python \.ci/readme_command\.py test\b", script, flags=re.MULTILINE)
     assert re.search(r'^ *stage .* bash -c "\$command"', script, flags=re.MULTILINE)
     assert "bash .ci/run" in read(".github/workflows/ci.yml")
-    subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
+    for name in ("run", "full", "oldest"):
+        subprocess.run(["bash", "-n", str(ROOT / ".ci" / name)], check=True)
+
+
+def test_every_mutant_still_fits_the_source():
+    """.ci/full runs them; each changes one place that must be there exactly once."""
+    mutants = ci_module("mutants")
+    assert mutants.unusable() == []
+    assert len(mutants.MUTANTS) >= 30 and {m.operator for m in mutants.MUTANTS} == set(mutants.OPERATORS)
 
 
 def test_extraction_takes_the_named_block(extraction):

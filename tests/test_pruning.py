@@ -1,6 +1,5 @@
-"""Budget and allocation against brute force, the slot-by-slot definition, and a simulation of whole policies."""
+"""Budget and allocation by hand, and a simulation of whole policies. Rules against definitions: test_properties.py."""
 
-import itertools
 import time
 
 import numpy as np
@@ -18,40 +17,6 @@ SURVIVAL_C105 = [0.5, 0.45, 0.42, 0.3, 0.2, 0.1, 0.05]
 
 def table(verify_ms, num_requests: int = 1, draft_ms: float = 0.0) -> CostTable:
     return CostTable(np.full(num_requests + 1, draft_ms), np.asarray(verify_ms, dtype=float))
-
-
-def random_case(rng: np.random.Generator, max_requests: int = 4, max_depth: int = 5):
-    """Survivals, capacities, a staircase cost table and a profile, all random."""
-    num_requests, depth = int(rng.integers(1, max_requests + 1)), int(rng.integers(1, max_depth + 1))
-    S = survival(torch.from_numpy(rng.beta(1.2, 0.6, (num_requests, depth)))).numpy()
-    capacities = rng.integers(0, depth + 1, num_requests)
-    steps = rng.random(num_requests * (depth + 1)) * (rng.random(num_requests * (depth + 1)) < 0.4)
-    verify = rng.uniform(0.3, 3) + np.concatenate([[0.0], steps.cumsum()])
-    profile = np.sort(rng.beta(0.8, 0.8, num_requests * depth))[::-1]
-    return S, capacities, table(verify, num_requests, rng.uniform(0, 1)), profile
-
-
-def lookahead_by_definition(S, capacities, cost_table, profile) -> int:
-    """The rule one slot at a time, as the design states it, with every minimum and every sum written out."""
-    num_requests, depth = S.shape
-    ranked = sorted((S[r, k] for r in range(num_requests) for k in range(capacities[r])), reverse=True)
-
-    def cost(budget: int) -> float:
-        return float(cost_table.step_ms(num_requests, num_requests + budget, depth))
-
-    budget, admitted = 0, 0.0
-    while budget < len(ranked):
-        s, mean = ranked[budget], profile[budget]
-        present = (num_requests + admitted) / cost(budget)
-        tail, improves = 0.0, False
-        for end in range(budget + 1, len(ranked) + 1):
-            tail += min(s, profile[end - 1] * min(s / mean, 4.0))
-            improves = improves or (num_requests + admitted + tail) / cost(end) > present * (1 + 1e-9)
-        if not improves:
-            return budget
-        admitted += s
-        budget += 1
-    return budget
 
 
 def test_survival_is_the_running_product():
@@ -80,87 +45,11 @@ def test_staircase_of_c105():
     assert choose_budget(S, costs, 1) == 0  # without a profile, nothing is known about the tail: early_stop
 
 
-def test_argmax_equals_brute_force_over_all_prefix_closed_subsets():
-    rng = np.random.default_rng(0)
-    for _ in range(150):
-        S, capacities, costs, _ = random_case(rng, max_requests=3, max_depth=3)
-        num_requests, depth = S.shape
-        scored = []
-        for lengths in itertools.product(*(range(c + 1) for c in capacities)):
-            tokens = num_requests + sum(S[r, :n].sum() for r, n in enumerate(lengths))
-            scored.append((tokens / costs.step_ms(num_requests, num_requests + sum(lengths), depth), lengths))
-        best = max(value for value, _ in scored)
-        budget = choose_budget(S, costs, num_requests, "argmax", capacities=capacities)
-        assert budget == min(sum(lengths) for value, lengths in scored if value >= best * (1 - 1e-9))
-        admitted = allocate(S, budget, capacities).tolist()
-        reached = num_requests + sum(S[r, :n].sum() for r, n in enumerate(admitted))
-        np.testing.assert_allclose(reached / costs.step_ms(num_requests, num_requests + budget, depth), best, rtol=1e-9)
-
-
-def test_allocation_is_the_best_prefix_closed_subset_of_its_size():
-    rng = np.random.default_rng(1)
-    for _ in range(100):
-        S, capacities, _, _ = random_case(rng, max_requests=3, max_depth=3)
-        for budget in range(int(capacities.sum()) + 2):
-            admitted = allocate(torch.from_numpy(S), budget, torch.from_numpy(capacities))
-            assert admitted.dtype == torch.int64 and (admitted.numpy() <= capacities).all()
-            assert admitted.sum() == min(budget, capacities.sum())
-            sums = [
-                sum(S[r, :n].sum() for r, n in enumerate(lengths))
-                for lengths in itertools.product(*(range(c + 1) for c in capacities))
-                if sum(lengths) == admitted.sum()
-            ]
-            np.testing.assert_allclose(sum(S[r, :n].sum() for r, n in enumerate(admitted)), max(sums))
-
-
-def test_early_stop_equals_its_definition():
-    rng = np.random.default_rng(2)
-    for _ in range(300):
-        S, capacities, costs, _ = random_case(rng)
-        num_requests, depth = S.shape
-        ranked = sorted((S[r, k] for r in range(num_requests) for k in range(capacities[r])), reverse=True)
-        budget, tokens = 0, float(num_requests)
-        for s in ranked:
-            now = tokens / costs.step_ms(num_requests, num_requests + budget, depth)
-            if (tokens + s) / costs.step_ms(num_requests, num_requests + budget + 1, depth) <= now * (1 + 1e-9):
-                break
-            budget, tokens = budget + 1, tokens + s
-        assert choose_budget(S, costs, num_requests, "early_stop", capacities=capacities) == budget
-
-
-def test_lookahead_as_vectors_equals_its_slot_by_slot_definition():
-    rng = np.random.default_rng(3)
-    budgets = []
-    for _ in range(400):
-        S, capacities, costs, profile = random_case(rng)
-        expected = lookahead_by_definition(S, capacities, costs, profile)
-        assert choose_budget(S, costs, len(S), "lookahead", profile, capacities) == expected
-        budgets.append(expected)
-    assert len(set(budgets)) > 8  # the cases do not all end the same way
-
-
-def test_lookahead_across_row_blocks():
-    rng = np.random.default_rng(4)
-    for slope in (0.002, 0.02, 0.05):
-        S = survival(torch.from_numpy(rng.beta(3, 0.7, (40, 5)))).numpy()
-        verify = 20 + slope * 16 * np.ceil(np.arange(241) / 16)
-        profile = np.sort(survival(torch.from_numpy(rng.beta(3, 0.7, (40, 5)))).numpy().ravel())[::-1]
-        expected = lookahead_by_definition(S, [5] * 40, table(verify, 40), profile)
-        assert expected > 64 and choose_budget(S, table(verify, 40), 40, "lookahead", profile) == expected
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_only_argmax_reads_behind_the_slot_at_which_it_stops(rule):
-    """Whether slot B+1 is admitted may depend on the B+1 best survivals only, whatever lies behind them."""
-    rng = np.random.default_rng(5)
-    moved = 0
-    for _ in range(300):
-        S, _, costs, profile = random_case(rng, max_requests=1, max_depth=6)
-        budget = choose_budget(S, costs, 1, rule, profile)
-        changed = S.copy()
-        changed[:, budget + 1 :] = S[:, budget : budget + 1] * rng.random()
-        moved += choose_budget(changed, costs, 1, rule, profile) != budget
-    assert (moved > 0) == (rule == "argmax")
+def test_argmax_reads_behind_the_slot_at_which_it_stops():
+    """So on live survivals it is lossy; that the other rules do not is tested on many inputs (test_properties.py)."""
+    costs = table(STAIRCASE_C105)
+    assert choose_budget(np.array([SURVIVAL_C105]), costs, 1, "argmax") == 3
+    assert choose_budget(np.array([[*SURVIVAL_C105[:1], *[0.0] * 6]]), costs, 1, "argmax") == 0
 
 
 def test_ties_take_the_smallest_budget():

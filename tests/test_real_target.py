@@ -15,7 +15,8 @@ from avref.config import SamplingParams
 from avref.cost_table import CostTable
 from avref.drafters import weights
 from avref.llm import LLM
-from avref.packed import Layout, PackedModel, check_parity, plain_attention
+from avref.packed import Layout, PackedModel, plain_attention
+from avref.parity import check_parity
 
 pytestmark = pytest.mark.target
 QUESTIONS = ["What is the capital of France?", "What is 12 times 12?"]

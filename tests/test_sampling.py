@@ -329,6 +329,9 @@ def test_probability_zero_is_refused_at_u_zero():
         for params in ({"top_k": 2}, {"top_p": 0.6}, {"temperature": 0.0}):
             verdict = run(logits, [2], q, u=0.0, **params)
             assert verdict.num_accepted.item() == 0 and verdict.tokens[0, 0] in (0, 1)
+        masked = logits.clone()
+        masked[0, 2] = -torch.inf  # nothing is truncated: the target itself leaves the draft no probability
+        assert run(masked, [2], q, u=0.0).num_accepted.item() == 0
 
 
 def test_uniforms_at_both_ends():

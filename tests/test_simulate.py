@@ -21,6 +21,14 @@ from avref.evidence.trace_file import Trace
 from avref.metrics import mean_acceptance_length
 
 
+def trace_header(k: int, max_tokens: int, workloads: tuple[str, ...], **changes: Any) -> dict[str, Any]:
+    """What `traces.load` asks of a header, of a trace that no model made."""
+    made = dict.fromkeys(("target", "drafter"), "made up") | dict.fromkeys(("temperature", "top_p"), 1.0)
+    made |= {"schema_version": 1, "method": "dflash", "draft_sample_method": "probabilistic", "parallel": True}
+    made |= {"num_speculative_tokens": k, "dtype": "float32", "top_k": 0, "max_tokens": max_tokens, "seed": 0}
+    return {**made, "workloads": list(workloads), **changes}
+
+
 def made_up(
     answers: int = 20,
     k: int = 3,
@@ -60,22 +68,7 @@ def made_up(
     if head:
         halves["head"] = 0.5 * feature + g.normal(size=(rows, k))
     columns |= {name: values.astype(np.float16) for name, values in halves.items()}
-    described = {
-        "schema_version": 1,
-        "target": "made up",
-        "method": "dflash",
-        "drafter": "made up",
-        "draft_sample_method": "greedy" if greedy else "probabilistic",
-        "parallel": True,
-        "num_speculative_tokens": k,
-        "dtype": "float32",
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "max_tokens": length,
-        "seed": 0,
-        "workloads": list(workloads),
-    }
+    described = trace_header(k, length, workloads, draft_sample_method="greedy" if greedy else "probabilistic")
     return Trace(described | header, **columns)
 
 
@@ -175,7 +168,7 @@ def test_replay_equals_a_plain_loop_that_tries_every_allocation() -> None:
     outcome = Replay(trace, costs, policy, num_requests=2).run()
 
     waiting, running = list(range(len(lengths))), []
-    clock, tokens, steps, verified, ended = 0.0, 0, 0, 0, []
+    clock, tokens, steps, verified = 0.0, 0, 0, 0
     while waiting or running:
         while waiting and len(running) < 2:
             running.append([waiting.pop(0), 0])
@@ -195,13 +188,12 @@ def test_replay_equals_a_plain_loop_that_tries_every_allocation() -> None:
             request[1] += accepted + 1
             tokens += accepted + 1
             if request[1] == lengths[request[0]] - 1:
-                ended.append(request[0])
                 running.remove(request)
     stats = outcome.stats
     assert (stats.num_steps, int(stats.verified_by_position.sum())) == (steps, verified)
     assert stats.num_tokens - stats.num_requests == tokens == sum(lengths) - len(lengths)
     assert outcome.total_ms == pytest.approx(clock)
-    assert sorted(outcome.answer.tolist()) == sorted(ended)
+    assert stats.num_requests == len(lengths)
 
 
 def test_what_decisions_believe_and_what_is_counted_may_differ() -> None:

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from avref import plots, traffic, widgets
+from avref import plot_style, plots, traffic, widgets
 from avref.estimator import OnlineAcceptanceEstimator
 
 
@@ -172,7 +172,7 @@ def test_the_static_twin_is_the_same_picture():
     explorer = widgets.DampingExplorer()
     explorer.traffic.value = "drifting"
     explorer.constant.value = 200
-    twin = widgets._png(widgets.damping_figure(constant=200, traffic="drifting"))
+    twin = plot_style.png(widgets.damping_figure(constant=200, traffic="drifting"))
     assert (pixels(explorer.picture.value) == pixels(twin)).all()
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from avref import sampling
 from avref.packed import Layout
-
-Enough = Callable[[Tensor, Tensor | None], bool]
-"""(logits [R, V_d] of the position just drafted, log-odds [R] of its stop head or None) -> no later draft is wanted."""
 
 
 @dataclass
@@ -38,6 +35,16 @@ class DraftProposal:
     confidence: Tensor | None = None  # [R, K] in [0, 1]
     stop: Tensor | None = None  # [R, K] log-odds
     num_drafted: list[int] | None = None  # [R]
+
+    def found(self, capacity: Sequence[int]) -> list[int]:
+        """Drafts that each request got: its capacity, or fewer where the drafter had less to offer."""
+        depth = self.tokens.shape[1]
+        offered = [depth] * len(capacity) if self.num_drafted is None else self.num_drafted
+        return [min(c, n, depth) for c, n in zip(capacity, offered, strict=True)]
+
+
+Enough = Callable[[DraftProposal], bool]
+"""The position just drafted, as a proposal of its own with K = 1 -> no later draft is wanted."""
 
 
 class Drafter(Protocol):
@@ -91,6 +98,57 @@ class Drafter(Protocol):
 
     def move(self, source: int, target: int) -> None:
         """Copy a request's state from row `source` to row `target`."""
+
+
+class Said(NamedTuple):
+    """What a drafter says at one position, before the token there is drawn."""
+
+    logits: Tensor  # [R, V_d] float32
+    stop: Tensor | None = None  # [R] log-odds of its stop head
+    confidence: Tensor | None = None  # [R] its own, in [0, 1]
+
+
+Step = Callable[[int, Tensor], Said]
+"""(k, the tokens in front of position k [R], target ids) -> what the drafter says there; called with k = 0, 1, ..."""
+
+
+class TokenByToken:
+    """`propose` for drafters that read the token before when they draft the next: they only write `start`."""
+
+    vocab_ids: Any = None  # [V_d] target ids of the draft vocabulary; None: the target's own
+
+    def start(self, lengths: Sequence[int], pending: Tensor, depth: int) -> Step:
+        """Begin a block of at most `depth` positions; what one position takes is what is returned."""
+        raise NotImplementedError
+
+    def propose(
+        self,
+        lengths: Sequence[int],
+        pending: Tensor,
+        depth: int,
+        temperature: Tensor,
+        uniforms: Tensor,
+        greedy: bool,
+        forced: Tensor | None = None,
+        enough: Enough | None = None,
+    ) -> DraftProposal:
+        step, before = self.start(lengths, pending, depth), pending
+        columns: list[dict[str, Any]] = []
+        for k in range(depth):
+            said = step(k, before)
+            ids, q, q_drawn = draw(said.logits, temperature, uniforms[:, k], greedy)
+            tokens = ids if self.vocab_ids is None else self.vocab_ids[ids]
+            columns.append({"tokens": tokens, "draft_ids": ids, "q": q, "q_drawn": q_drawn, **said._asdict()})
+            if enough is not None and enough(self._stacked(columns[-1:])):
+                break
+            before = tokens if forced is None else forced[:, k]
+        return self._stacked(columns)
+
+    def _stacked(self, columns: Sequence[dict[str, Any]]) -> DraftProposal:
+        """Positions [R, ...] side by side; what is None at one is None at all."""
+        names = [name for name, value in columns[0].items() if value is not None]
+        block: dict[str, Any] = {"q": None, **{n: torch.stack([c[n] for c in columns], dim=1) for n in names}}
+        return DraftProposal(vocab_ids=self.vocab_ids, **block)
 
 
 def draw(logits: Tensor, temperature: Tensor, uniforms: Tensor, greedy: bool) -> tuple[Tensor, Tensor | None, Tensor]:

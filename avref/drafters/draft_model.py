@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from avref import models
 from avref.config import SpeculativeConfig
 from avref.drafters import weights
-from avref.drafters.base import DraftProposal, Enough, draw
-from avref.packed import Layout, PackedModel, check_parity
+from avref.drafters.base import Said, Step, TokenByToken
+from avref.packed import Layout, PackedModel
+from avref.parity import check_parity
 
 if TYPE_CHECKING:
     from avref.llm import LLM
@@ -96,7 +97,7 @@ class TinyLlama(nn.Module):
         return llama.eval()
 
 
-class DraftModel:
+class DraftModel(TokenByToken):
     """Drafts x_1 .. x_K with K forwards of a causal LM; every forward serves all running requests."""
 
     hidden_layers: tuple[int, ...] = ()
@@ -172,53 +173,28 @@ class DraftModel:
         self.cached[target], self.fed[target] = self.cached[source], self.fed[source]
         self.backlog[target] = list(self.backlog[source])
 
-    def propose(
-        self,
-        lengths: Sequence[int],
-        pending: Tensor,
-        depth: int,
-        temperature: Tensor,
-        uniforms: Tensor,
-        greedy: bool,
-        forced: Tensor | None = None,
-        enough: Enough | None = None,
-    ) -> DraftProposal:
-        rows, last = len(lengths), self.max_length - 1
+    def start(self, lengths: Sequence[int], pending: Tensor, depth: int) -> Step:
+        rows, last = range(len(lengths)), self.max_length - 1
         # a request at the drafter's last position gets no drafts; its row computes something harmless
-        alive = [n < last for n in lengths]
-        chunks = [[*self.backlog[r], t] if alive[r] else [t] for r, t in enumerate(pending.tolist())]
-        starts = [self.cached[r] if alive[r] else last for r in range(rows)]
-        ids: list[Tensor] = []
-        logits: list[Tensor] = []
-        qs: list[Tensor | None] = []
-        drawn: list[Tensor] = []
-        for k in range(depth):
-            if k == 0:
-                packed = self._packed(chunks)
-            else:
-                packed = (self._target_ids(ids[-1]) if forced is None else forced[:, k - 1]).clamp(max=self.last_id)
-            layout = Layout(starts, [len(c) for c in chunks] if k == 0 else [1] * rows, self.model.device)
-            out, _ = self.model.forward(packed, layout, layout.last)  # [R, V_d]
-            out = out[:, : self.vocabulary].float()
-            token, q, q_drawn = draw(out, temperature, uniforms[:, k], greedy)
-            ids.append(token)
-            logits.append(out)
-            qs.append(q)
-            drawn.append(q_drawn)
-            starts = [min(n + 1 + k, last) for n in lengths]
-            if enough is not None and enough(out, None):
-                break
-        for r in range(rows):
-            if alive[r]:
-                self.cached[r] += len(self.backlog[r])
-                self.backlog[r], self.fed[r] = [], len(ids)
-        draft_ids = torch.stack(ids, dim=1)  # [R, depth], fewer when `enough` ended it
-        q_all = None if greedy else torch.stack([q for q in qs if q is not None], dim=1)
-        tokens, vocab_ids = self._target_ids(draft_ids), self.vocab_ids
-        return DraftProposal(tokens, draft_ids, torch.stack(logits, dim=1), q_all, torch.stack(drawn, dim=1), vocab_ids)
+        alive = [r for r in rows if lengths[r] < last]
+        chunks = [[*self.backlog[r], t] if r in alive else [t] for r, t in enumerate(pending.tolist())]
+        starts = [self.cached[r] if r in alive else last for r in rows]
+        for r in alive:
+            self.cached[r] += len(self.backlog[r])
+            self.backlog[r] = []
 
-    def _target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+        def step(k: int, token: Tensor) -> Said:
+            if k == 0:
+                packed, layout = self._packed(chunks), Layout(starts, [len(c) for c in chunks], self.model.device)
+            else:
+                packed = token.clamp(max=self.last_id)
+                layout = Layout([min(n + k, last) for n in lengths], [1] * len(rows), self.model.device)
+            for r in alive:
+                self.fed[r] = k + 1
+            logits, _ = self.model.forward(packed, layout, layout.last)  # [R, V_d]
+            return Said(logits[:, : self.vocabulary].float())
+
+        return step
 
     def _packed(self, chunks: Sequence[Sequence[int]]) -> Tensor:
         ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=self.model.device)

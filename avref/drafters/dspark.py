@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from avref.drafters.base import DraftProposal, Enough, draw
+from avref.drafters.base import Said, Step, TokenByToken
 from avref.drafters.dflash import DFlashDrafter, DFlashModel
 from avref.drafters.layers import DrafterConfig, StopHead
 
@@ -58,7 +58,7 @@ class DSparkModel(DFlashModel):
         return cast(Tensor, self.confidence_head(torch.cat([states, markov], dim=-1)))
 
 
-class DSparkDrafter(DFlashDrafter):
+class DSparkDrafter(TokenByToken, DFlashDrafter):
     """A `DSparkModel` at work; its context cache is dflash's."""
 
     method = "dspark"
@@ -66,41 +66,14 @@ class DSparkDrafter(DFlashDrafter):
     model_class: ClassVar[type[DFlashModel]] = DSparkModel
     has_confidence = True
 
-    def propose(
-        self,
-        lengths: Sequence[int],
-        pending: Tensor,
-        depth: int,
-        temperature: Tensor,
-        uniforms: Tensor,
-        greedy: bool,
-        forced: Tensor | None = None,
-        enough: Enough | None = None,
-    ) -> DraftProposal:
-        states = self.states(lengths, pending, depth).unflatten(0, (-1, depth))  # [R, depth, D]
-        logits = F.linear(states, self.head).float()  # [R, depth, V_d]; the tail adds the bias in place
-        previous, markov = pending, []
-        ids: list[Tensor] = []
-        qs: list[Tensor] = []
-        drawn: list[Tensor] = []
-        for k in range(depth):
-            markov.append(self.model.markov(self.embedding(previous)))  # [R, r]
-            logits[:, k] += self.model.bias(markov[-1])
-            token, q, q_drawn = draw(logits[:, k], temperature, uniforms[:, k], greedy)
-            ids.append(token)
-            drawn.append(q_drawn)
-            if q is not None:
-                qs.append(q)
-            previous = self.vocab_ids[token] if forced is None else forced[:, k]
-        draft_ids = torch.stack(ids, dim=1)  # [R, depth]
-        confidence = self.model.confidence(states, torch.stack(markov, dim=1))
-        return DraftProposal(
-            self.vocab_ids[draft_ids],
-            draft_ids,
-            logits,
-            torch.stack(qs, dim=1) if qs else None,
-            torch.stack(drawn, dim=1),
-            self.vocab_ids,
-            confidence=confidence.float().sigmoid(),
-            stop=self.model.stop_head(states).float(),
-        )
+    def start(self, lengths: Sequence[int], pending: Tensor, depth: int) -> Step:
+        states = self.states(lengths, pending, depth)  # [R depth, D]
+        heads = F.linear(states, self.head).float(), self.model.stop_head(states).float()
+        states, logits, stop = (x.unflatten(0, (-1, depth)) for x in (states, *heads))  # [R, depth, ...]
+
+        def step(k: int, token: Tensor) -> Said:
+            markov = self.model.markov(self.embedding(token))  # [R, r]
+            confidence = self.model.confidence(states[:, k], markov).float().sigmoid()
+            return Said(logits[:, k] + self.model.bias(markov), stop[:, k], confidence)
+
+        return step

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from avref.drafters.base import DraftProposal, Enough, draw
+from avref.drafters.base import Said, Step, TokenByToken
 from avref.drafters.layers import DrafterConfig, DrafterModel, TrainedDrafter, rotary
 from avref.packed import Layout, attend
 
@@ -45,7 +45,7 @@ class EagleModel(DrafterModel):
         return cast(Tensor, self.fuse_norm(state))
 
 
-class EagleDrafter(TrainedDrafter):
+class EagleDrafter(TokenByToken, TrainedDrafter):
     """An `EagleModel` at work: one packed pass of R tokens per draft position."""
 
     method = "eagle"
@@ -84,38 +84,19 @@ class EagleDrafter(TrainedDrafter):
         cos, sin = rotary(layout.position, c.head_dim, c.rope_theta)
         self.cache.update(0, layout, *layer.keys_values(self.model.joined(embedded, states), cos, sin))
 
-    def propose(
-        self,
-        lengths: Sequence[int],
-        pending: Tensor,
-        depth: int,
-        temperature: Tensor,
-        uniforms: Tensor,
-        greedy: bool,
-        forced: Tensor | None = None,
-        enough: Enough | None = None,
-    ) -> DraftProposal:
-        rows, token, state = len(lengths), pending, self.newest[: len(lengths)]
-        columns: list[tuple[Tensor, ...]] = []  # per position: ids, logits, q of the drawn id, log-odds of stopping
-        q_columns: list[Tensor] = []
-        for k in range(depth):
-            layout = Layout([n + k for n in lengths], [1] * rows, pending.device)
-            own = self.step(k, layout, self.embedding(token), state)  # [R, D]
-            final = self.model.norm(own)
-            logits, stop = F.linear(final, self.head).float(), self.model.stop_head(final).float()
-            ids, q, drawn = draw(logits, temperature, uniforms[:, k], greedy)
-            columns.append((ids, logits, drawn, stop))
-            if q is not None:
-                q_columns.append(q)
-            if enough is not None and enough(logits, stop):
-                break
-            token = self.vocab_ids[ids] if forced is None else forced[:, k]
-            state = self.model.own(own)
-        ids, logits, drawn, stop = (torch.stack(x, dim=1) for x in zip(*columns, strict=True))
-        q = torch.stack(q_columns, dim=1) if q_columns else None
-        return DraftProposal(self.vocab_ids[ids], ids, logits, q, drawn, self.vocab_ids, stop=stop)
+    def start(self, lengths: Sequence[int], pending: Tensor, depth: int) -> Step:
+        state = self.newest[: len(lengths)]  # [R, D]
 
-    def step(self, k: int, layout: Layout, embedded: Tensor, state: Tensor) -> Tensor:
+        def step(k: int, token: Tensor) -> Said:
+            nonlocal state
+            layout = Layout([n + k for n in lengths], [1] * len(lengths), token.device)
+            own = self.own(k, layout, self.embedding(token), state)  # [R, D]
+            state, final = self.model.own(own), self.model.norm(own)
+            return Said(F.linear(final, self.head).float(), self.model.stop_head(final).float())
+
+        return step
+
+    def own(self, k: int, layout: Layout, embedded: Tensor, state: Tensor) -> Tensor:
         """The own state [R, D] of draft position k, from the token there and the state in front of it [R, D] each."""
         (layer,), c = self.model.decoder_layers, self.model.config
         x = self.model.joined(embedded, state)

@@ -15,11 +15,10 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from avref.config import SpeculativeConfig
-from avref.drafters.base import DraftProposal, Enough, draw
+from avref.drafters.base import Said, Step, TokenByToken
 from avref.packed import Layout, PackedModel
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _with(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     return copied
 
 
-class LayerSkip:
+class LayerSkip(TokenByToken):
     """Drafts x_1 .. x_K with K forwards of the target's first layers; every forward serves all running requests."""
 
     hidden_layers: tuple[int, ...] = ()
@@ -103,38 +102,14 @@ class LayerSkip:
     def move(self, source: int, target: int) -> None:
         """The engine moves the target's cache."""
 
-    def propose(
-        self,
-        lengths: Sequence[int],
-        pending: Tensor,
-        depth: int,
-        temperature: Tensor,
-        uniforms: Tensor,
-        greedy: bool,
-        forced: Tensor | None = None,
-        enough: Enough | None = None,
-    ) -> DraftProposal:
+    def start(self, lengths: Sequence[int], pending: Tensor, depth: int) -> Step:
         # Position `last` belongs to no final token of a running request. A request that ends before the others' depth
         # drafts on there: something harmless, as its capacity lets nobody verify it.
-        assert self.model is not None, "attach comes first"
-        last = self.max_length - 1
-        newest, one_each = pending, [1] * len(lengths)
-        ids: list[Tensor] = []
-        logits: list[Tensor] = []
-        qs: list[Tensor] = []
-        drawn: list[Tensor] = []
-        for k in range(depth):
-            layout = Layout([min(n + k, last) for n in lengths], one_each, self.model.device)
-            out = self.model.forward(newest, layout)[0].float()  # [R, V]
-            token, q, q_drawn = draw(out, temperature, uniforms[:, k], greedy)
-            ids.append(token)
-            logits.append(out)
-            drawn.append(q_drawn)
-            if q is not None:
-                qs.append(q)
-            if enough is not None and enough(out, None):
-                break
-            newest = token if forced is None else forced[:, k]
-        tokens = torch.stack(ids, dim=1)  # [R, depth], fewer when `enough` ended it
-        q_all = torch.stack(qs, dim=1) if qs else None
-        return DraftProposal(tokens, tokens, torch.stack(logits, dim=1), q_all, torch.stack(drawn, dim=1))
+        model, last = self.model, self.max_length - 1
+        assert model is not None, "attach comes first"
+
+        def step(k: int, token: Tensor) -> Said:
+            layout = Layout([min(n + k, last) for n in lengths], [1] * len(lengths), model.device)
+            return Said(model.forward(token, layout)[0].float())  # [R, V]
+
+        return step

@@ -63,7 +63,7 @@ class MTPDrafter(EagleDrafter):
         for d, layer in enumerate(self.model.decoder_layers):
             self.cache.update(d, layout, *layer.keys_values(self.model.joined(embedded, states, d), cos, sin))
 
-    def step(self, k: int, layout: Layout, embedded: Tensor, state: Tensor) -> Tensor:
+    def own(self, k: int, layout: Layout, embedded: Tensor, state: Tensor) -> Tensor:
         """The own state [R, D] of draft position k; later modules of the block will see its entry too."""
         c, (layer, *later) = self.model.config, self.model.decoder_layers[k:]
         x = self.model.joined(embedded, state, k)

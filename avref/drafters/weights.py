@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from avref.config import SpeculativeConfig
+from avref.files import load_tensors, save_tensors, write_text
 from avref.models import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -52,14 +51,12 @@ def check_vocab_ids(vocab_ids: Tensor, vocab_size: int, method: str) -> None:
 
 def save(model: Any, folder: Path, method: str, target: str) -> None:
     """Write a drafter's configuration and bfloat16 weights."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         k: (v.bfloat16() if v.is_floating_point() else v.int()).contiguous() for k, v in model.state_dict().items()
     }
     config = {"method": method, "target": target, **asdict(model.config)}
-    save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
-    (folder / "model.safetensors.part").replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_tensors(tensors, folder / "model.safetensors")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: type) -> Any:
@@ -90,6 +87,7 @@ def read(folder: Path, method: str, config_class: type, model_class: type) -> An
                 f"{str(folder)!r} is no {method} drafter: it holds no {name}; "
                 f"train one with: python -m avref train {method}"
             )
+    tensors, _ = load_tensors(folder / "model.safetensors", "fetch or train it again")
     try:
         stored = dict(json.loads((folder / "config.json").read_bytes()))
         made_for = stored.pop("method", None)
@@ -100,7 +98,6 @@ def read(folder: Path, method: str, config_class: type, model_class: type) -> An
         if "target_layers" in stored:
             stored["target_layers"] = tuple(stored["target_layers"])
         model = model_class(config_class(**stored))
-        tensors = load_file(folder / "model.safetensors")
         model.load_state_dict({k: v.float() if v.is_floating_point() else v.long() for k, v in tensors.items()})
     except (
         json.JSONDecodeError,
@@ -108,7 +105,6 @@ def read(folder: Path, method: str, config_class: type, model_class: type) -> An
         KeyError,
         TypeError,
         AttributeError,
-        SafetensorError,
         RuntimeError,
     ) as error:
         first = " ".join(str(error).split())[:300]

@@ -52,9 +52,8 @@ class Runner:
 
     def forget(self) -> None:
         """Drop all arms: a block has ended."""
-        if self.built:
-            self.built.clear()
-            gc.collect()
+        self.built.clear()
+        gc.collect()
 
     def ready(self, unit: Unit, max_num_seqs: int) -> bool:
         """Build the unit's arm at its first run, with its cost table measured and its estimator warmed up.
@@ -101,24 +100,21 @@ class Runner:
     def _inside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
         if built.learned:
             built.learned.restore()
-        own = prompts, arms.params(unit.count, self.max_tokens, 1000 * unit.repeat)
-        return arms.measure(built.llm, *own, unit.concurrency)
+        params = arms.params(unit.count, self.max_tokens, 1000 * unit.repeat)
+        return arms.measure(built.llm, prompts, params, unit.concurrency)
 
     def _outside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
         """Our arm and Hugging Face's under the same terms: all answers of one length, the whole time counts."""
         top_p, seed, llm = TOP_P[unit.case], 1000 * unit.repeat, built.llm
-        if not unit.arm.theirs:
-            llm.engine.max_num_seqs = unit.concurrency
-            llm.generate(prompts, arms.params(unit.count, self.max_tokens, seed, top_p=top_p, ignore_eos=True))
-            return arms.Run(llm.stats, with_prefill=True)
-        return self._theirs(built, unit.arm, prompts, self.max_tokens, top_p, seed)
+        if unit.arm.theirs:
+            return self._theirs(llm, unit.arm, prompts, self.max_tokens, top_p, seed)
+        llm.engine.max_num_seqs = unit.concurrency
+        llm.generate(prompts, arms.params(unit.count, self.max_tokens, seed, top_p=top_p, ignore_eos=True))
+        return arms.Run(llm.stats, with_prefill=True)
 
-    def _theirs(
-        self, built: Built, arm: Arm, prompts: Sequence[Sequence[int]], max_tokens: int, top_p: float, seed: int
-    ) -> arms.Run:
-        drafter: Any = built.llm.engine.drafter
-        assistant = drafter.model.model if arm.theirs == "assisted" else None
-        more = assistant, built.llm.engine.num_positions
+    def _theirs(self, llm: LLM, arm: Arm, prompts: Any, max_tokens: int, top_p: float, seed: int) -> arms.Run:
+        drafter: Any = llm.engine.drafter
+        more = drafter.model.model if arm.theirs == "assisted" else None, llm.engine.num_positions
         return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, *more)
 
     def _prepared(self, llm: LLM, arm: Arm, max_num_seqs: int) -> Built:
@@ -128,13 +124,12 @@ class Runner:
             llm.cost_table = self._cost_table(llm, arm, max_num_seqs)
             together = min(arms.WARMUP_CONCURRENCY, max_num_seqs)
             arms.warm_up(llm, self.warm, self.max_tokens, together, arms.WARMUP_INTERVAL)
-            return Built(llm, arms.Learned(llm), _fit(llm))
-        built = Built(llm, None, None)
+            return Built(llm, arms.Learned(llm), arms.fit(llm))
         if arm.theirs:
-            self._theirs(built, arm, self.warm[:1], 2, 1.0, 0)  # the first call is slower than the rest
+            self._theirs(llm, arm, self.warm[:1], 2, 1.0, 0)  # the first call is slower than the rest
         else:
             arms.measure(llm, self.warm[:2], arms.params(2, 4, 0), 1)
-        return built
+        return Built(llm, None, None)
 
     def _cost_table(self, llm: LLM, arm: Arm, max_num_seqs: int) -> CostTable:
         """Measured once for each method and batch size, and kept beside the journal: a resumed bench decides alike."""
@@ -143,11 +138,6 @@ class Runner:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiling.load_or_profile(llm, again=True).save(path)
         return CostTable.load(path)
-
-
-def _fit(llm: LLM) -> dict[str, Any] | None:
-    e = llm.estimator
-    return None if e is None else {"slope": float(e.slope), "intercepts": e.intercepts.tolist(), "refits": e.num_refits}
 
 
 def bench(

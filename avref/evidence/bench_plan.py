@@ -49,8 +49,8 @@ class Arm:
     @property
     def confidence(self) -> str | None:
         """Where an adaptive arm's confidence comes from; None for the others."""
-        adaptive = self.config and self.config["enable_adaptive_verification"]
-        return self.config.get("confidence", "auto") if adaptive and self.config else None
+        config = self.config or {}
+        return config.get("confidence", "auto") if config.get("enable_adaptive_verification") else None
 
     @property
     def learns(self) -> bool:
@@ -70,7 +70,7 @@ class Cell:
     block: str
     case: str
     concurrency: int
-    arms: tuple[Arm, ...]
+    arms: Sequence[Arm]
     repeats: int
 
 
@@ -125,16 +125,14 @@ class Plan:
 
     def cells(self, block: str) -> list[Cell]:
         """The cells of a block in the order in which they are first run."""
-        arms = {"concurrency": self._policies, "workloads": self._off_on, "drafters": self._drafters}
+        if block == "concurrency":
+            return [Cell(block, MIX, c, self._policies(), self.repeats) for c in self.concurrency]
+        if block == "workloads":
+            return [Cell(block, name, self.most, self._off_on(), self.repeats) for name in self.workloads]
         if block == "outside":
             return self._outside()
-        chosen = tuple(arms[block]())
-        if block == "concurrency":
-            return [Cell(block, MIX, c, chosen, self.repeats) for c in self.concurrency]
-        if block == "workloads":
-            return [Cell(block, name, self.most, chosen, self.repeats) for name in self.workloads]
-        at = min(DRAFTERS_AT, self.most)
-        trials = tuple(arm.at(value) for arm in chosen for value in arm.tune)
+        at, chosen = min(DRAFTERS_AT, self.most), self._drafters()
+        trials = [arm.at(value) for arm in chosen for value in arm.tune]
         return [Cell(block, TUNING, at, trials, 1), Cell(block, MIX, at, chosen, self.repeats)]
 
     def units(self, block: str) -> list[Unit]:
@@ -169,11 +167,8 @@ class Plan:
         return Arm(f"{prefix}fixed-{num}", speculative(method, self.drafters[method], num, adaptive=False))
 
     def _adaptive(self, method: str, name: str, **more: Any) -> Arm:
-        return Arm(
-            name,
-            speculative(method, self.drafters[method], self.depths[method], adaptive=True, **more),
-            tune=tuple(TUNED.get(more.get("confidence", ""), ())),
-        )
+        config = speculative(method, self.drafters[method], self.depths[method], adaptive=True, **more)
+        return Arm(name, config, tune=tuple(TUNED.get(more.get("confidence", ""), ())))
 
     def _policies(self) -> list[Arm]:
         """No speculation, every fixed length, drafting for nothing, and adaptive verification with both draftings."""
@@ -196,13 +191,12 @@ class Plan:
         return arms
 
     def _outside(self) -> list[Cell]:
-        both = [Arm("none"), Arm("hf-generate", theirs="generate")]
         cells = []
         for c in sorted({min(c, self.most) for c in OUTSIDE_AT}):
             for case in TOP_P if c > 1 else list(TOP_P)[:1]:
-                arms = list(both)
+                arms = [Arm("none"), Arm("hf-generate", theirs="generate")]
                 if c == 1 and "draft_model" in self.drafters:
                     ours = self._fixed("draft_model", self.depths["draft_model"], "draft_model ")
                     arms += [ours, Arm("hf-assisted", ours.config, theirs="assisted")]
-                cells.append(Cell("outside", case, c, tuple(arms), self.repeats))
+                cells.append(Cell("outside", case, c, arms, self.repeats))
         return cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from tabulate import tabulate
 
 from avref import arms
 from avref.evidence.bench_plan import TUNING, Cell, Plan, Unit
+from avref.files import write_text
 from avref.stats import Stats
 
 Records = Mapping[str, Mapping[str, Any]]
@@ -58,11 +60,10 @@ def summary(plan: Plan, records: Records) -> dict[str, Any]:
 def _runs(cell: Cell, records: Records) -> dict[str, dict[int, arms.Run]]:
     """The runs of a cell by arm and repeat; arms without any are left out."""
     runs: dict[str, dict[int, arms.Run]] = {}
-    for arm in cell.arms:
-        for repeat in range(cell.repeats):
-            record = records.get(Unit(cell.block, cell.case, cell.concurrency, arm, repeat).key)
-            if record is not None:
-                runs.setdefault(arm.name, {})[repeat] = run_of(record)
+    for arm, repeat in itertools.product(cell.arms, range(cell.repeats)):
+        record = records.get(Unit(cell.block, cell.case, cell.concurrency, arm, repeat).key)
+        if record is not None:
+            runs.setdefault(arm.name, {})[repeat] = run_of(record)
     return runs
 
 
@@ -73,13 +74,9 @@ def _rows(cell: Cell, runs: Mapping[str, Mapping[int, arms.Run]]) -> list[dict[s
     for arm, own in runs.items():
         row = arms.row(cell.concurrency, arm, list(own.values()), [plain.get(r) for r in own])
         steps = sum(run.stats.num_steps for run in own.values())
-        more = {
-            "repeats": len(own),
-            "tokens_per_s_per_user": row["tokens_per_s"] / cell.concurrency,
-            "steps": steps,
-            "drafted_per_step": float(sum(row["drafted_by_position"]) / max(1, steps)),
-        }
-        rows.append({**where, **row, **more})
+        drafted = float(sum(row["drafted_by_position"]) / max(1, steps))
+        more = {"tokens_per_s_per_user": row["tokens_per_s"] / cell.concurrency, "drafted_per_step": drafted}
+        rows.append({**where, **row, **more, "repeats": len(own), "steps": steps})
     return rows
 
 
@@ -107,8 +104,7 @@ def _pairs(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
 
 def _ratio(cell: Cell, runs: Mapping[str, Mapping[int, arms.Run]], arm: str, other: str, label: str) -> dict[str, Any]:
     """Speed of an arm over another's: the median of the ratios within a repeat, with lowest and highest."""
-    both = [r for r in runs[arm] if r in runs[other]]
-    ratios = [runs[arm][r].tokens_per_s / runs[other][r].tokens_per_s for r in both]
+    ratios = [run.tokens_per_s / runs[other][r].tokens_per_s for r, run in runs[arm].items() if r in runs[other]]
     return {
         "block": cell.block,
         "case": cell.case,
@@ -150,38 +146,27 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _speeds(result: Mapping[str, Any], block: str) -> str:
     header = ["case", "requests", "arm", "tokens/s", "lowest - highest", "x none", "lowest - highest", "per user"]
     header += ["tokens per request and step", "drafted per step", "verified per step", "repeats"]
-    lines = [
-        [
-            r["case"],
-            r["concurrency"],
-            r["arm"],
-            f"{r['tokens_per_s']:.1f}",
-            _range(r["tokens_per_s_range"], 1),
-            f"{r['speedup']:.2f}" if r["speedup"] else "",
-            _range(r["speedup_range"], 2),
-            f"{r['tokens_per_s_per_user']:.2f}",
-            *(
-                [f"{r['tokens_per_request_step']:.2f}", f"{r['drafted_per_step']:.1f}", f"{r['verified_per_step']:.1f}"]
-                if r["steps"]
-                else [""] * 3  # Hugging Face counts none
-            ),
-            r["repeats"],
-        ]
-        for r in result["rows"]
-        if r["block"] == block
-    ]
-    return tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=_align(len(header), (0, 2)))
+    lines = []
+    for r in (r for r in result["rows"] if r["block"] == block):
+        speed = [f"{r['tokens_per_s']:.1f}", _range(r["tokens_per_s_range"], 1)]
+        speed += [f"{r['speedup']:.2f}" if r["speedup"] else "", _range(r["speedup_range"], 2)]
+        counts = [r["tokens_per_request_step"], r["drafted_per_step"], r["verified_per_step"]]
+        steps = [f"{x:.{n}f}" if r["steps"] else "" for x, n in zip(counts, (2, 1, 1), strict=True)]  # ours only
+        user = f"{r['tokens_per_s_per_user']:.2f}"
+        lines.append([r["case"], r["concurrency"], r["arm"], *speed, user, *steps, r["repeats"]])
+    return _table(lines, header, text=("case", "arm"))
 
 
 def _ratio_table(ratios: Sequence[Mapping[str, Any]]) -> str:
     header = ["case", "requests", "arm", "against", "ratio", "lowest - highest"]
     names = ("case", "concurrency", "arm", "against")
     lines = [[*(r[n] for n in names), f"{r['ratio']:.2f}", _range(r["range"], 2)] for r in ratios]
-    return tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=_align(len(header), (0, 2, 3)))
+    return _table(lines, header, text=("case", "arm", "against"))
 
 
-def _align(columns: int, left: Sequence[int]) -> list[str]:
-    return ["left" if i in left else "right" for i in range(columns)]
+def _table(lines: Sequence[Sequence[Any]], header: Sequence[str], text: Sequence[str]) -> str:
+    sides = ["left" if name in text else "right" for name in header]
+    return tabulate(lines, header, tablefmt="pipe", disable_numparse=True, colalign=sides)
 
 
 def _range(ends: Sequence[float] | None, digits: int) -> str:
@@ -213,8 +198,8 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     paths = [folder / "bench.json", folder / "bench.md"]
-    paths[0].write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    paths[1].write_text(markdown(result))
+    write_text(paths[0], json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_text(paths[1], markdown(result))
     blocks = {r["block"] for r in result["rows"]}
     for block, name, draw in (("concurrency", "pareto", plots.plot_pareto), ("workloads", "off_on", plots.plot_off_on)):
         if block in blocks:

@@ -93,7 +93,7 @@ def settings(base: LLM, plan: Plan, max_tokens: int, texts: Halves) -> dict[str,
         **{name: machine[name] for name in shared},
         "target_hash": fingerprint(base.model),
         "method": plan.method,
-        "drafters": {m: _drafter_hash(m, d) for m, d in plan.drafters.items()},
+        "drafters": {m: drafter_hash(m, d) for m, d in plan.drafters.items()},
         "num_speculative_tokens": dict(plan.depths),
         "largest_concurrency": plan.most,
         "max_tokens": max_tokens,
@@ -117,7 +117,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     return _hash(json.dumps(parts).encode())
 
 
-def _drafter_hash(method: str, drafter: Any) -> str | None:
+def drafter_hash(method: str, drafter: Any) -> str | None:
     """Of the weights in a folder or of a loaded model; a name or a number (of layers) stands for itself."""
     if isinstance(drafter, torch.nn.Module):
         return fingerprint(drafter)

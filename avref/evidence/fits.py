@@ -7,7 +7,7 @@ too (`traces.verdicts`), and the same labels serve every feature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -38,14 +38,8 @@ class Drafts:
 
     def where(self, mask: Array) -> Drafts:
         """Those at which `mask` [M] holds (or those at some indices, which may repeat)."""
-        return Drafts(
-            self.row[mask],
-            self.position[mask],
-            self.answer[mask],
-            self.label[mask],
-            self.num_positions,
-            self.num_answers,
-        )
+        columns: dict[str, Any] = {n: getattr(self, n)[mask] for n in ("row", "position", "answer", "label")}
+        return replace(self, **columns)
 
     def of(self, answers: Array) -> Drafts:
         """Those of some answers."""

@@ -48,7 +48,6 @@ class Model:
 
     parameters: float
     kv_bytes_per_token: float = 0.0
-    bytes_per_parameter: float = 2.0
 
 
 # Parameters with embeddings; cache bytes = 2 (keys, values) x layers x key-value heads x head size x 2 bytes.
@@ -80,14 +79,8 @@ def published_b300(*, max_requests: int = 128, max_tokens: int = CAPTURE_LIMIT) 
         "source": profile["source"],
         "tail": f"above {CAPTURE_LIMIT} tokens: no captured graphs, five outlying points",
     }
-    return CostTable.from_curves(
-        profile["draft_ms"],
-        verify,
-        max_requests=max_requests,
-        max_tokens=max_tokens,
-        padded_up_to=CAPTURE_LIMIT,
-        metadata=metadata,
-    )
+    size = {"max_requests": max_requests, "max_tokens": max_tokens, "padded_up_to": CAPTURE_LIMIT}
+    return CostTable.from_curves(profile["draft_ms"], verify, **size, metadata=metadata)
 
 
 def measured() -> CostTable:
@@ -158,18 +151,7 @@ def gpu_roofline(
     for name, known in ((gpu, GPUS), (target, MODELS), (drafter, MODELS)):
         if name not in known:
             raise ValueError(f"{name!r} is not known here: choose one of {', '.join(known)}, or call roofline")
-    large, small = MODELS[target], MODELS[drafter]
-    setting: dict[str, Any] = {
-        "flops": GPUS[gpu].flops,
-        "bandwidth": GPUS[gpu].bandwidth,
-        "bytes_per_parameter": large.bytes_per_parameter,
-        "kv_bytes_per_token": large.kv_bytes_per_token,
-        "context": context,
-        "overhead_ms": 0.5,
-        "draft_parameters": small.parameters,
-        "draft_overhead_ms": 0.5,
-        "parallel_draft": False,
-        "max_requests": max_requests,
-    }
+    setting: dict[str, Any] = {**vars(GPUS[gpu]), **vars(MODELS[target]), "context": context, "overhead_ms": 0.5}
+    setting |= {"draft_parameters": MODELS[drafter].parameters, "draft_overhead_ms": 0.5, "parallel_draft": False}
     metadata = {"machine": f"one {gpu}, by its data sheet", "target": target, "drafter": drafter, "context": context}
-    return roofline(large.parameters, **(setting | {"metadata": metadata} | options))
+    return roofline(**(setting | {"max_requests": max_requests, "metadata": metadata} | options))

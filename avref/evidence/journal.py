@@ -1,4 +1,4 @@
-"""The bench's journal: one line of JSON per finished run, so that an interrupted bench goes on where it stopped."""
+"""A journal: one line of JSON per finished unit of work, so that what was interrupted goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from avref.files import differences
+
 
 class Journal:
-    """`bench.jsonl`: a line with the settings, then a record per finished run, under a key of its own.
+    """A line with the settings, then a record per finished run, under a key of its own; in memory when path is None.
 
-    A line is written in one piece and is on the disk before the next run starts; one that a kill cut short is dropped.
-    Raises ValueError when the file belongs to other settings, or is no journal.
+    A line is on the disk before the next run starts; one that a kill cut short is dropped. Raises ValueError when the
+    file belongs to other settings, or is no journal, OSError when it cannot be written.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
         self.path, self.records = path, dict[str, dict[str, Any]]()
         self.settings = json.loads(json.dumps(settings))  # as they look once they were written
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._whole_lines()
         self.begun = not lines  # by this call
         if self.begun:
@@ -36,11 +37,11 @@ class Journal:
 
     def append(self, key: str, record: Mapping[str, Any]) -> None:
         """Write down one finished run."""
+        self._write({"key": key, **record})
         self.records[key] = {"key": key, **record}
-        self._write(self.records[key])
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        if not self.path.is_file():
+        if self.path is None or not self.path.is_file():
             return []
         raw = self.path.read_bytes()
         whole = raw[: raw.rfind(b"\n") + 1]
@@ -55,17 +56,28 @@ class Journal:
         return [line if isinstance(line, dict) else {} for line in lines]
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            file.write(json.dumps(line).encode() + b"\n")
-            os.fsync(file.fileno())
+        if self.path is None:
+            return
+        before = self.path.stat().st_size if self.path.is_file() else 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(json.dumps(line).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if self.path.is_file():
+                os.truncate(self.path, before)  # half a line would spoil the next one
+            raise OSError(
+                f"could not write {str(self.path)!r}: {error}; free some space or choose a folder that can be written, "
+                "then start again: what is finished is not done twice"
+            ) from error
 
     def _check(self, before: Any) -> None:
         if not isinstance(before, dict):
             raise ValueError(f"{self.path} does not begin with its settings; use another folder, or delete it")
-        names = [n for n in {**before, **self.settings} if before.get(n) != self.settings.get(n)]
-        if names:
-            differences = "; ".join(f"{n} was {before.get(n)!r}, is {self.settings.get(n)!r}" for n in names)
+        if changed := differences(before, self.settings):
             raise ValueError(
-                f"{self.path} was begun with other settings ({differences}): its runs and new ones cannot be compared. "
+                f"{self.path} was begun with other settings ({changed}): its runs and new ones cannot be compared. "
                 "Use another folder, or the settings of that one"
             )

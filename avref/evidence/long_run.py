@@ -46,9 +46,9 @@ class LongRunBudget(Budget):
     Before the first step there is no rate, and it is the look-ahead rule. For replays: the engine keeps the ratio.
     """
 
-    def __init__(self, num_positions: int, *, decay: float = 0.02) -> None:
+    def __init__(self, num_positions: int) -> None:
         super().__init__("lookahead", num_positions)
-        self.decay, self.steps = decay, 0
+        self.steps = 0
         self.tokens = self.ms = 0.0  # running means of a step
 
     def choose(self, live: Tensor, capacities: Tensor, request_ids: Sequence[int], cost_table: CostTable) -> int:
@@ -62,38 +62,34 @@ class LongRunBudget(Budget):
         else:
             budget = super().choose(live, capacities, request_ids, cost_table)
         self.steps += 1
-        weight = max(self.decay, 1 / self.steps)
+        weight = max(0.02, 1 / self.steps)
         self.tokens += weight * (num_requests + best[:budget].sum() - self.tokens)
         self.ms += weight * (cost[budget] - self.ms)
         return budget
 
 
 # ---- worked out exactly ----
-def example(
-    *, share: float = 0.59, easy: float = 0.985, hard: float = 0.5, per_draft: float = 0.312, num_positions: int = 7
-) -> dict[str, Any]:
-    """R = 1, a step of B drafts costs 1 + per_draft * B; drafts are easy or hard alike along a block.
+def example() -> dict[str, Any]:
+    """R = 1, K = 7, a step of B drafts costs 1 + .312 B; a block's drafts are all easy (c = .985) or all hard (.5).
 
-    "steps": each step is easy with probability `share`, whatever was done before. "tokens": that share of the tokens
-    is easy, in stretches much longer than a block. Both with the budgets (easy, hard) and the long-run rate of the
-    ratio, of tokens - rate * cost at the rate that the ratio reaches, and of the best pair of budgets there is.
+    "steps": 59 % of the steps are easy, whatever was done before. "tokens": 59 % of the tokens are, in stretches much
+    longer than a block. Both with the budgets (easy, hard) and the long-run rate of the ratio, of tokens - rate * cost
+    at the rate that the ratio reaches, and of the best pair of budgets there is.
     """
-    b = np.arange(num_positions + 1)
-    tokens = np.stack([(1 - c ** (b + 1)) / (1 - c) for c in (easy, hard)])  # [2, K+1]: 1 + c + ... + c^B
-    cost = 1 + per_draft * b
+    b, share = np.arange(8), np.array([0.59, 0.41])
+    tokens = np.stack([(1 - c ** (b + 1)) / (1 - c) for c in (0.985, 0.5)])  # [2, K+1]: 1 + c + ... + c^B
+    cost = 1 + 0.312 * b
 
     def rate(case: str, budgets: Sequence[int]) -> float:
         emitted, ms = tokens[[0, 1], list(budgets)], cost[list(budgets)]
-        if case == "steps":
-            return float((share * emitted[0] + (1 - share) * emitted[1]) / (share * ms[0] + (1 - share) * ms[1]))
-        return float(1 / (share * ms[0] / emitted[0] + (1 - share) * ms[1] / emitted[1]))
+        return float(share @ emitted / (share @ ms) if case == "steps" else 1 / (share @ (ms / emitted)))
 
     found: dict[str, Any] = {}
     for case in ("steps", "tokens"):
         ratio = tuple(int(x) for x in (tokens / cost).argmax(axis=1))
         reached = rate(case, ratio)
         linear = tuple(int(x) for x in (tokens - reached * cost).argmax(axis=1))
-        best = max(itertools.product(range(num_positions + 1), repeat=2), key=lambda pair: rate(case, pair))
+        best = max(itertools.product(b.tolist(), repeat=2), key=lambda pair: rate(case, pair))
         found[case] = {
             name: {"budgets": budgets, "rate": rate(case, budgets), "to_ratio": rate(case, budgets) / reached}
             for name, budgets in (("ratio", ratio), ("long run", linear), ("best", best))

@@ -100,10 +100,7 @@ class Observed(Replay):
 
     def _close_windows(self, run: Any) -> None:
         begun = np.array([self.begin[i] for i in run.ids.tolist()], dtype=np.int64)
-        keep = run.offset - begun < WINDOW
-        run.ids, run.answer, run.offset, run.since_ms = (
-            x[keep] for x in (run.ids, run.answer, run.offset, run.since_ms)
-        )
+        run.keep(run.offset - begun < WINDOW)
 
     def _count(self, run: Any, drafted: Array, admitted: Array, accepted: Array, verified: Array) -> None:
         cut = admitted < drafted

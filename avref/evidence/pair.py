@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
 
 import numpy as np
 
+from avref.cost_table import CostTable
+from avref.drafters import weights
 from avref.estimator import OnlineAcceptanceEstimator
-from avref.evidence import fits, traces
+from avref.evidence import fits, simulate, traces
+from avref.evidence.observed import Measured
+from avref.evidence.policy import Policy
 from avref.evidence.resampling import Floats, ScoreSums, resample
 from avref.evidence.trace_file import Array, Trace
 
@@ -32,6 +37,14 @@ class Pair:
     def greedy(self) -> bool:
         """Drafted greedily, though it has logits."""
         return self.has_logits and self.trace.greedy
+
+    @property
+    def trained_depth(self) -> int | None:
+        """Positions that a shipped drafter was trained on; None where that is not known."""
+        header = self.trace.header
+        path = weights.shipped(header["method"]) / "config.json"
+        depth = json.loads(path.read_text()).get("depth") if header["drafter"] == "shipped" and path.is_file() else None
+        return None if depth is None else int(depth)
 
     @cached_property
     def halves(self) -> tuple[Array, Array]:
@@ -92,3 +105,9 @@ class Pair:
         """Sums for AUC, log-loss and ECE on the held-out drafts, at some positions (None: all)."""
         drafts = self.held if positions is None else self.held.where(np.isin(self.held.position, positions))
         return drafts.scores(self.confidence(source, drafts, **settings))
+
+    def measure(self, table: CostTable, policy: Policy, requests: int, num_steps: int, **options: Any) -> Measured:
+        """An arm on the held-out answers (or on some, `answers`), with what its estimator learned on the others."""
+        start = simulate.warmed(policy, self.trace, self.fitted() if self.has_logits else None)
+        own = {"answers": self.second, "warmup": self.first, "seed": requests, **options}
+        return simulate.measure(self.trace, table, start, requests, num_steps=num_steps, **own)

@@ -5,8 +5,8 @@
     mt_bench      first turns of chats       HuggingFaceH4/mt_bench_prompts
     speed_bench   SPEED-Bench, qualitative   nvidia/SPEED-Bench
 
-They come from the Hugging Face hub, with the `datasets` package where that is installed, else as files. None is part
-of this project; each has a licence of its own. A name may also be one of the shipped workloads (`avref.workloads`).
+They come as files from the Hugging Face hub, .parquet ones read with `pyarrow`. None is part of this project; each has
+a licence of its own. A name may also be one of the shipped workloads (`avref.workloads`).
 A file is .txt (a prompt on each line), .jsonl (a row on each line) or .json (a list of rows); a row is a string, or an
 object with a field "prompt", "question" or "turns" (the first turn is taken), as in the sets' own files.
 """
@@ -32,19 +32,17 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset repository on the hub: the configuration and split to load, and the files that hold them."""
+    """A dataset repository on the hub, and the files in it that hold the prompts."""
 
     repo: str
-    config: str | None
-    split: str
     files: tuple[str, ...]
 
 
 SOURCES = {
-    "humaneval": Source("openai/openai_humaneval", "openai_humaneval", "test", ("openai_humaneval/test*",)),
-    "gsm8k": Source("openai/gsm8k", "main", "test", ("main/test*",)),
-    "mt_bench": Source("HuggingFaceH4/mt_bench_prompts", None, "train", ("raw/question.jsonl", "data/train*")),
-    "speed_bench": Source("nvidia/SPEED-Bench", "qualitative", "test", ("qualitative/test*",)),
+    "humaneval": Source("openai/openai_humaneval", ("openai_humaneval/test*",)),
+    "gsm8k": Source("openai/gsm8k", ("main/test*",)),
+    "mt_bench": Source("HuggingFaceH4/mt_bench_prompts", ("raw/question.jsonl", "data/train*")),
+    "speed_bench": Source("nvidia/SPEED-Bench", ("qualitative/test*",)),
 }
 
 
@@ -120,22 +118,23 @@ def _prompt(row: Any, place: str) -> str:
 # ---- the hub ----
 def _fetch(name: str, source: Source) -> list[Any]:
     """The rows of a set: from the hub's local cache, else from the hub."""
-    tried = "the hub's cache on this machine"
+    from huggingface_hub import constants
+
+    tried, rows = "the hub's cache on this machine", None
     try:
         rows = _from_hub(source, local=True)
         if rows is None:
-            tried += f", then {_endpoint()}"
-            if _reachable(_endpoint()):
-                rows = _download(source)
+            tried += f", then {constants.ENDPOINT}"
+            if _reachable(constants.ENDPOINT):
+                rows = _from_hub(source, local=False)
             else:
                 tried += f" (no answer within {TIMEOUT_S + 1:.0f} s)"
     except Exception as error:  # whatever a hub client raises: the reader needs the remedy, not its kind
         tried += f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        rows = None
     if not rows:
         raise RuntimeError(
             f"the prompts of {name} ({source.repo} on the Hugging Face hub) could not be had; tried: {tried}. Run once "
-            f"with a network that reaches the hub (pip install datasets, if a package is missing), or save the prompts "
+            f"with a network that reaches the hub (pip install pyarrow, if that is missing), or save the prompts "
             f"yourself and pass the file ({', '.join(SUFFIXES)})"
         )
     if any(PLACEHOLDER in json.dumps(row, default=str) for row in rows):
@@ -144,14 +143,6 @@ def _fetch(name: str, source: Source) -> list[Any]:
             f"comes with it, and pass the file ({', '.join(SUFFIXES)})"
         )
     return rows
-
-
-def _download(source: Source) -> list[Any] | None:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        return _from_hub(source, local=False)
-    return list(load_dataset(source.repo, source.config, split=source.split))
 
 
 def _from_hub(source: Source, local: bool) -> list[Any] | None:
@@ -168,23 +159,15 @@ def _from_hub(source: Source, local: bool) -> list[Any] | None:
             return None
         raise
     files = sorted({f for pattern in source.files for f in Path(folder).glob(pattern)})
-    if not files:
-        return None
-    return [row for file in files for row in _read(file)]
+    return [row for file in files for row in _read(file)] or None
 
 
 def _read(file: Path) -> list[Any]:
     if file.suffix == ".parquet":
-        from pyarrow import parquet  # comes with `datasets` and with pandas
+        from pyarrow import parquet
 
         return list(parquet.read_table(file).to_pylist())
     return [row for _, row in _rows(file.suffix, file.read_text(encoding="utf-8"), file.name)]
-
-
-def _endpoint() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
 
 
 def _reachable(url: str) -> bool:

@@ -5,7 +5,9 @@ Pass 1, here, samples the answers with the engine, without speculation. Pass 2 w
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from avref.config import SamplingParams
+from avref.evidence.bench_setting import drafter_hash, fingerprint
+from avref.evidence.journal import Journal
 from avref.evidence.trace_file import SCHEMA_VERSION, Trace
 from avref.evidence.walk import BATCH, Answer, walk
 
@@ -32,15 +36,18 @@ def record(
     max_tokens: int | None = None,
     seed: int = 0,
     use_tqdm: bool = False,
+    journal: Path | None = None,
 ) -> Trace:
     """Record a trace of the LLM's drafter on its target's answers.
 
     prompts: workload name -> texts (answered behind the chat template where there is one) or lists of token ids.
     params: how answers are sampled, and the p and q that are compared (None: temperature 1, top-p .95); max_tokens
     overrides theirs. offsets: stop at so many, answering every prompt as often as it takes, the workloads in turn
-    (None: one answer to each prompt). The same seed gives the same trace. The LLM must be idle.
+    (None: one answer to each prompt). The same seed gives the same trace. The LLM must be idle. journal: a file that
+    keeps every finished batch, so that a recording that was killed goes on there and gives the same trace.
 
-    Raises ValueError without a drafter, without prompts, and when prompt, answer and a last block do not fit in.
+    Raises ValueError without a drafter, without prompts, when prompt, answer and a last block do not fit in, and for a
+    journal of other settings.
     """
     params = params or SamplingParams(temperature=1.0, top_p=0.95)
     params = params if max_tokens is None else replace(params, max_tokens=max_tokens)
@@ -54,14 +61,16 @@ def record(
         name: [llm.prompt_ids([p])[0] if isinstance(p, str) else list(p) for p in prompts[name]] for name in prompts
     }
     _check_room(llm, encoded, params.max_tokens)
-    answers = _sample(llm, encoded, params, offsets, seed)
+    header = _header(llm, list(encoded), params, seed)
+    done = Journal(journal, {**header, **_identity(llm, encoded, offsets)})
+    answers = _sample(llm, encoded, params, offsets, seed, done)
     if not answers:
         raise ValueError("no answer is longer than one token, so there is nothing to draft: raise max_tokens")
     try:
-        arrays = walk(llm, answers, params, seed, use_tqdm)
+        arrays = walk(llm, answers, params, seed, use_tqdm, done)
     finally:
         llm.engine.abort()  # forgets the rows that pass 2 wrote
-    return Trace(_header(llm, list(encoded), params, seed), **arrays)
+    return Trace(header, **arrays)
 
 
 def _header(llm: LLM, workloads: list[str], params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -85,6 +94,18 @@ def _header(llm: LLM, workloads: list[str], params: SamplingParams, seed: int) -
     }
 
 
+def _identity(llm: LLM, prompts: Mapping[str, list[list[int]]], offsets: int | None) -> dict[str, Any]:
+    """What a journal's batches depend on beside the trace's header."""
+    assert llm.config is not None
+    return {
+        "offsets": offsets,
+        "rows": min(BATCH, llm.engine.max_num_seqs),
+        "prompts_hash": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
+        "target_hash": fingerprint(llm.model),
+        "drafter_hash": drafter_hash(llm.config.method, llm.config.model),
+    }
+
+
 def _name(model: Any) -> str:
     """A hub id or name as it is; of a folder its own name, not where it lies."""
     return Path(model).name if isinstance(model, (str, Path)) and Path(model).exists() else str(model)
@@ -104,7 +125,12 @@ def _check_room(llm: LLM, prompts: Mapping[str, list[list[int]]], max_tokens: in
 
 
 def _sample(
-    llm: LLM, prompts: Mapping[str, list[list[int]]], params: SamplingParams, offsets: int | None, seed: int
+    llm: LLM,
+    prompts: Mapping[str, list[list[int]]],
+    params: SamplingParams,
+    offsets: int | None,
+    seed: int,
+    journal: Journal,
 ) -> list[Answer]:
     """Answers of two tokens or more, workloads in turn; the last is cut where the offsets are enough."""
     from avref.llm import LLM as Plain
@@ -118,15 +144,16 @@ def _sample(
     answers: list[Answer] = []
     count = made = 0
     while batch := list(itertools.islice(jobs, 2 * rows)):
-        seeds = [((params.seed or 0) * 1_000_003 + seed * 10_007 + made + i) % 2**63 for i in range(len(batch))]
-        outputs = sampler.generate([ids for _, _, ids in batch], [replace(params, seed=s) for s in seeds])
+        if (key := f"answers {made}") not in journal:
+            seeds = [((params.seed or 0) * 1_000_003 + seed * 10_007 + made + i) % 2**63 for i in range(len(batch))]
+            outputs = sampler.generate([ids for _, _, ids in batch], [replace(params, seed=s) for s in seeds])
+            journal.append(key, {"answers": [(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs]})
         made += len(batch)
-        for (workload, prompt, ids), output in zip(batch, outputs, strict=True):
-            one = output.outputs[0]
-            own = one.token_ids if offsets is None else one.token_ids[: offsets - count + 1]
+        for (workload, prompt, ids), (whole, reason) in zip(batch, journal.records[key]["answers"], strict=True):
+            own = whole if offsets is None else whole[: offsets - count + 1]
             if len(own) < 2 or count == offsets:
                 continue
-            stopped = one.finish_reason == "stop" and len(own) == len(one.token_ids)
+            stopped = reason == "stop" and len(own) == len(whole)
             answers.append(Answer(workload, prompt, ids, own, stopped))
             count += len(own) - 1
         if count == offsets or (made >= 100 * len(turns) and not answers):

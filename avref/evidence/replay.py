@@ -14,6 +14,7 @@ no token was recorded. Not replayed: prefill, and the growth of contexts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -36,12 +37,9 @@ __all__ = ["Outcome", "Policy", "Replay"]
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a run counted, in the engine's own `Stats`, and how the requests that finished fared."""
+    """What a run counted, in the engine's own `Stats`."""
 
     stats: Stats
-    answer: Array  # [F] which recorded answer, in the order of finishing
-    tokens: Array  # [F] decoded; an answer's first token comes from its prefill and is not among them
-    ms: Array  # [F] from the start of its first decode step to the end of its last
 
     @property
     def total_ms(self) -> float:
@@ -49,13 +47,8 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded tokens of all requests per second, by the cost table."""
+        """Decoded tokens of all requests per second, by the cost table; an answer's first comes from its prefill."""
         return (self.stats.num_tokens - self.stats.num_requests) / self.total_ms * 1e3
-
-    @property
-    def user_tokens_per_s(self) -> float:
-        """Tokens per second that one request sees, the mean over those that finished; NaN when none did."""
-        return float((self.tokens / self.ms).mean() * 1e3) if len(self.ms) else float("nan")
 
 
 @dataclass
@@ -67,29 +60,21 @@ class _Run:
     ids: Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # [R]
     answer: Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # [R]
     offset: Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # [R]
-    since_ms: Array = field(default_factory=lambda: np.empty(0))  # [R] clock at the first decode step
     clock_ms: float = 0.0
-    finished: list[tuple[int, int, float]] = field(default_factory=list)
 
     def fill(self, num_requests: int, next_id: int) -> int:
         """Let requests enter while there is room; returns how many did."""
-        room = num_requests - len(self.answer)
-        new = [answer for _, answer in zip(range(room), self.queue, strict=False)]
+        new = list(itertools.islice(self.queue, num_requests - len(self.answer)))
         self.ids = np.append(self.ids, next_id + np.arange(len(new)))
         self.answer = np.append(self.answer, np.array(new, dtype=np.int64))
         self.offset = np.append(self.offset, np.zeros(len(new), dtype=np.int64))
-        self.since_ms = np.append(self.since_ms, np.full(len(new), self.clock_ms))
         self.stats.num_requests += len(new)
         self.stats.num_tokens += len(new)
         return len(new)
 
-    def remove(self, done: Array, num_tokens: Array) -> None:
-        """Requests leave where `done` [R]; `num_tokens` [A] are the lengths of the answers."""
-        for answer, since in zip(self.answer[done].tolist(), self.since_ms[done].tolist(), strict=True):
-            self.finished.append((answer, int(num_tokens[answer]) - 1, self.clock_ms - since))
-        self.ids, self.answer, self.offset, self.since_ms = (
-            x[~done] for x in (self.ids, self.answer, self.offset, self.since_ms)
-        )
+    def keep(self, stays: Array) -> None:
+        """The others leave."""
+        self.ids, self.answer, self.offset = (x[stays] for x in (self.ids, self.answer, self.offset))
 
 
 class Replay:
@@ -129,27 +114,24 @@ class Replay:
         self.probe_interval = policy.probe_interval if probes else 0
         self.step_count = self.num_requests = 0
 
-    def run(self, num_steps: int | None = None, *, answers: npt.ArrayLike | None = None, drain: bool = True) -> Outcome:
+    def run(self, num_steps: int | None = None, *, answers: npt.ArrayLike | None = None) -> Outcome:
         """Decode and count.
 
         num_steps None: every answer once, in the order given (`answers` indexes the trace's; None: all), until the last
-        has ended, or, with drain=False, until fewer than R requests are left to run. Otherwise so many steps with R
-        requests running, the answers taken over and over in random order.
+        has ended. Otherwise so many steps with R requests running, the answers taken over and over in random order.
         """
         chosen = np.arange(len(self.trace.num_tokens)) if answers is None else np.asarray(answers, dtype=np.int64)
         if not len(chosen):
             raise ValueError("answers is empty; give the index of at least one")
-        run = _Run(
-            Stats.zeros(self.num_positions), iter(chosen.tolist()) if num_steps is None else self._endless(chosen)
-        )
+        queue = iter(chosen.tolist()) if num_steps is None else self._endless(chosen)
+        run = _Run(Stats.zeros(self.num_positions), queue)
         while num_steps is None or run.stats.num_steps < num_steps:
             self.num_requests += run.fill(self.max_num_seqs, self.num_requests)
-            if not len(run.answer) or (len(run.answer) < self.max_num_seqs and not drain):
+            if not len(run.answer):
                 break
             self._step(run)
         run.stats.wall_s = run.clock_ms / 1e3
-        columns = list(zip(*run.finished, strict=True)) or [(), (), ()]
-        return Outcome(run.stats, *(np.array(column) for column in columns))
+        return Outcome(run.stats)
 
     def _endless(self, answers: Array) -> Iterator[int]:
         while True:
@@ -200,7 +182,7 @@ class Replay:
         run.stats.num_tokens += int(taken.sum())
         run.clock_ms += draft_ms + verify_ms
         run.offset = run.offset + taken
-        run.remove(taken == left, trace.num_tokens)
+        run.keep(taken < left)
         self.step_count += 1
 
     def _depth(self, deepest: int, num_requests: int) -> int:
@@ -228,9 +210,8 @@ class Replay:
             foreign |= position >= left[:, None]
         if not foreign.any():
             return np.asarray(self.scores[rows])
-        return np.where(
-            foreign, self.scores[self.generator.integers(len(self.trace), size=len(rows))], self.scores[rows]
-        )
+        others = self.generator.integers(len(self.trace), size=len(rows))
+        return np.where(foreign, self.scores[others], self.scores[rows])
 
     def _allocate(self, read: Array, capacity: Array, drafted: Array, ids: Array) -> tuple[torch.Tensor | None, Array]:
         """(features that the estimator will observe, admitted [R]): survival, budget, allocation."""

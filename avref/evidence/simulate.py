@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from avref.evidence.observed import Measured, measure
 from avref.evidence.policy import Policy
 from avref.evidence.resampling import summary
 from avref.evidence.trace_file import Array, Trace
+from avref.files import write_text
 
 REQUESTS = (1, 4, 16, 64, 256)
 REQUEST_STEPS, FEWEST, MOST = 12_000, 200, 1500  # steps: so many request steps, but not fewer and not more
@@ -60,15 +62,14 @@ def warmed(policy: Policy, trace: Trace, learned: fits.OnlineAcceptanceEstimator
     if learned is None or not policy.learns or "slope" in policy.estimator:
         return policy
     start = {"slope": float(learned.slope), "intercept": learned.intercepts.tolist()}
-    settings = {name: getattr(policy, name) for name in vars(policy)}
-    return Policy(**(settings | {"estimator": {**policy.estimator, **start}}))
+    return replace(policy, estimator={**policy.estimator, **start})
 
 
-def learn(trace: Trace, answers: Array, feature: str = "logit_q_max") -> fits.OnlineAcceptanceEstimator | None:
+def learn(trace: Trace, answers: Array) -> fits.OnlineAcceptanceEstimator | None:
     """The estimator, run over some answers until it stands still; None for a drafter without logits."""
     if trace.logit_q_max is None:
         return None
-    return fits.fit(traces.features(trace, feature), fits.draw(trace, seed=1).of(answers))
+    return fits.fit(traces.features(trace), fits.draw(trace, seed=1).of(answers))
 
 
 # ---- measuring ----
@@ -151,7 +152,7 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("simulate.json", "simulate.md", "pareto.png")]
-    paths[0].write_text(json.dumps(summary(dict(result)), indent=1, allow_nan=False) + "\n")
-    paths[1].write_text(markdown(result))
+    write_text(paths[0], json.dumps(summary(dict(result)), indent=1, allow_nan=False) + "\n")
+    write_text(paths[1], markdown(result))
     plots.plot_simulation(result).savefig(paths[2], dpi=150)
     return paths

@@ -9,33 +9,32 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 
 from avref.config import METHODS
-from avref.evidence import claims, study_fits, study_rules, study_scores, study_speed, traces
+from avref.evidence import claims, study_fits, study_rules, study_scores, study_speed, study_tables, traces
 from avref.evidence.claims import Row
-from avref.evidence.pair import Pair
+from avref.evidence.pair import RESAMPLES, Pair
 from avref.evidence.resampling import summary
+from avref.evidence.study_tables import table
+from avref.files import write_text
 
 FAMILIES = (*METHODS, "dflash-greedy")
 FEWEST = 8  # held-out answers
 
 
-def run(
-    sources: Sequence[str | Path] = (), *, workers: int | None = None, effort: float = 1.0, beside: bool = True
-) -> dict[str, Any]:
+def run(sources: Sequence[str | Path] = (), *, workers: int | None = None, effort: float = 1.0) -> dict[str, Any]:
     """The whole study on some traces (names of shipped ones, or files; none given: all that are shipped).
 
-    workers: processes (None: one per core). effort scales the decode steps. beside: also the
-    studies that are made once. Returns what `save` writes: traces, claims, studies. Raises ValueError without traces,
-    for one that cannot be read, and for one with too few answers.
+    workers: processes (None: one per core). effort scales the decode steps. Returns what `save` writes: traces, claims,
+    studies. Raises ValueError without traces, for one that cannot be read, and for one with too few answers.
     """
     chosen = list(sources) or traces.shipped()
     if not chosen:
@@ -43,15 +42,11 @@ def run(
     names = [name_of(source) for source in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"two traces would have one name in the ledger: {', '.join(names)}")
-    for source in chosen:
-        traces.load(source)  # what cannot be read is refused before anything is worked out
-    jobs = [(_pair, (source, effort)) for source in chosen]
-    if beside:
-        with_logits = next((s for s in chosen if traces.load(s).logit_q_max is not None), None)
-        jobs.insert(0, (_once, (with_logits, effort)))  # type: ignore[arg-type]
-    done = _work(jobs, min(len(jobs), workers or os.cpu_count() or 1))
-    once = done.pop(0) if beside else {}
-    return _gathered(dict(zip(names, done, strict=True)), once)
+    loaded = [traces.load(source) for source in chosen]  # what cannot be read is refused before anything is worked out
+    with_logits = next((s for s, t in zip(chosen, loaded, strict=True) if t.logit_q_max is not None), None)
+    jobs = [(_once, with_logits, effort), *((_pair, source, effort) for source in chosen)]
+    once, *pairs = _work(jobs, min(len(jobs), workers or os.cpu_count() or 1))
+    return _gathered(dict(zip(names, pairs, strict=True)), once)
 
 
 def name_of(source: str | Path) -> str:
@@ -59,12 +54,13 @@ def name_of(source: str | Path) -> str:
     return Path(source).name.removesuffix(".npz").removesuffix("-smollm2")
 
 
-def _work(jobs: Sequence[tuple[Any, tuple[Any, ...]]], workers: int) -> list[Any]:
+def _work(jobs: Sequence[tuple[Any, ...]], workers: int) -> list[Any]:
+    """What the jobs (a function and its arguments each) return, in their order."""
     if workers < 2:
-        return [job(*arguments) for job, arguments in jobs]
+        return [job(*arguments) for job, *arguments in jobs]
     context = multiprocessing.get_context("spawn")  # torch and forks do not go together
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return [future.result() for future in [pool.submit(job, *arguments) for job, arguments in jobs]]
+        return [future.result() for future in [pool.submit(*job) for job in jobs]]
 
 
 def _once(source: str | Path | None, effort: float) -> dict[str, Any]:
@@ -75,17 +71,8 @@ def _pair(source: str | Path, effort: float) -> dict[str, Any]:
     """Everything about one pair: rows by claim, and what the figures draw."""
     pair = Pair(name_of(source), traces.load(source))
     fitted = study_fits.by_workload(pair)
-    rows: dict[str, list[Row]] = {
-        key: [row]
-        for key, row in {
-            **study_scores.rows(pair, trained_depth(pair)),
-            **study_fits.rows(pair, fitted),
-        }.items()
-    }
-    sweeps = [study_speed.sweep(pair, table, effort=effort) for table in study_speed.SETTINGS]
-    for one in sweeps:
-        for key, row in study_speed.rows(one).items():
-            rows.setdefault(key, []).append(row)
+    sweeps = [study_speed.sweep(pair, name, effort=effort) for name in study_speed.SETTINGS]
+    parts = [study_scores.rows(pair), study_fits.rows(pair, fitted), *map(study_speed.rows, sweeps)]
     return {
         "trace": {
             **pair.trace.header,
@@ -93,7 +80,7 @@ def _pair(source: str | Path, effort: float) -> dict[str, Any]:
             "answers": len(pair.trace.num_tokens),
             "held_out": len(pair.second),
         },
-        "rows": rows,
+        "rows": _joined({key: [row] for key, row in part.items()} for part in parts),
         "coefficients": fitted,
         "features": study_scores.feature_table(pair),
         "positions": study_scores.by_position(pair),
@@ -102,32 +89,16 @@ def _pair(source: str | Path, effort: float) -> dict[str, Any]:
     }
 
 
-def trained_depth(pair: Pair) -> int | None:
-    """Positions that a shipped drafter was trained on; None where that is not known."""
-    from avref.drafters import weights
-
-    path = weights.shipped(pair.trace.header["method"]) / "config.json"
-    if pair.trace.header["drafter"] != "shipped" or not path.is_file():
-        return None
-    depth = json.loads(path.read_text()).get("depth")
-    return None if depth is None else int(depth)
-
-
 def _gathered(pairs: Mapping[str, Mapping[str, Any]], once: Mapping[str, Any]) -> dict[str, Any]:
-    rows: dict[str, list[Row]] = {"state": [study_scores.state()]}
-    for own in pairs.values():
-        for key, more in own["rows"].items():
-            rows.setdefault(key, []).extend(more)
+    rows = _joined([{"state": [study_scores.state()]}, *(own["rows"] for own in pairs.values())])
     rows["slope_moves"] = study_fits.slope_moves({name: own["coefficients"] for name, own in pairs.items()})
     few = {name: own["trace"]["held_out"] for name, own in pairs.items() if own["trace"]["held_out"] < FEWEST}
     rows = {key: [_weak(row, few) for row in found] for key, found in rows.items()}
     described = {name: {w: c.described() for w, c in own["coefficients"].items()} for name, own in pairs.items()}
     studies = {
-        "features": {name: own["features"] for name, own in pairs.items() if own["features"]},
-        "positions": {name: own["positions"] for name, own in pairs.items() if own["positions"]},
+        **{n: {name: own[n] for name, own in pairs.items() if own[n]} for n in ("features", "positions")},
         "coefficients": {name: own for name, own in described.items() if own},
-        "speeds": [one for own in pairs.values() for one in own["speeds"]],
-        "long_run": [row for own in pairs.values() for row in own["long_run"]],
+        **{n: [one for own in pairs.values() for one in own[n]] for n in ("speeds", "long_run")},
         **once,
     }
     return summary(
@@ -138,6 +109,15 @@ def _gathered(pairs: Mapping[str, Mapping[str, Any]], once: Mapping[str, Any]) -
             "studies": studies,
         }
     )
+
+
+def _joined(parts: Iterable[Mapping[str, Sequence[Row]]]) -> dict[str, list[Row]]:
+    """Rows by claim, of all parts."""
+    rows = defaultdict[str, list[Row]](list)
+    for part in parts:
+        for key, more in part.items():
+            rows[key].extend(more)
+    return dict(rows)
 
 
 def _weak(row: Row, few: Mapping[str, int]) -> Row:
@@ -165,31 +145,28 @@ nothing (ngram). What the engine itself does is measured by `python -m avref ben
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The ledger: a summary, then every claim with its rows, then the studies in numbers."""
-    from avref.evidence import study_tables
-    from avref.evidence.pair import RESAMPLES
-
-    lines = ["# The article's claims, measured", "", ABOUT.format(resamples=RESAMPLES), _table(result["traces"])]
+    lines = ["# The article's claims, measured", "", ABOUT.format(resamples=RESAMPLES), _described(result["traces"])]
     if result["absent"]:
         lines += ["", f"No trace of: {', '.join(result['absent'])}. Claims that need them say so, or lack their rows."]
     summed = [[c["statement"], c["article"], c["verdict"]] for c in result["claims"]]
-    lines += ["", tabulate(summed, ["claim", "in the article", "here"], tablefmt="pipe", disable_numparse=True)]
+    lines += ["", table(summed, ["claim", "in the article", "here"])]
     for claim in result["claims"]:
         lines += ["", f"## {claim['statement'][0].upper()}{claim['statement'][1:]}", ""]
         lines += [f"{'Goal' if claim['ours'] else 'Article'}: {claim['article']} ({claim['place']}).", ""]
         lines += [f"Decided by: {claim['decided_by']}. **{claim['verdict'].capitalize()}.**", ""]
         rows = [[r["pair"], r["ours"], _number(r["value"]), r["verdict"], r["why"]] for r in claim["rows"]]
         header = ["pair", "ours", "decides", "verdict", "why"]
-        lines.append(tabulate(rows, header, tablefmt="pipe", disable_numparse=True) if rows else "No trace to tell by.")
+        lines.append(table(rows, header) if rows else "No trace to tell by.")
     return "\n".join(lines) + "\n" + study_tables.markdown(result["studies"])
 
 
-def _table(found: Mapping[str, Mapping[str, Any]]) -> str:
+def _described(found: Mapping[str, Mapping[str, Any]]) -> str:
     header = ["pair", "target", "drafter", "drafting", "K", "temperature", "top-p", "offsets", "answers", "held out"]
     names = ("target", "drafter", "draft_sample_method", "num_speculative_tokens", "temperature", "top_p")
     rows = [
         [name, *(h[n] for n in names), f"{h['offsets']:,}", h["answers"], h["held_out"]] for name, h in found.items()
     ]
-    return tabulate(rows, header, tablefmt="pipe", disable_numparse=True)
+    return table(rows, header)
 
 
 def _number(value: Mapping[str, Any] | None) -> str:
@@ -205,8 +182,8 @@ def save(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "claims.json", folder / "claims.md"]
-    paths[0].write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    paths[1].write_text(markdown(result))
+    write_text(paths[0], json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_text(paths[1], markdown(result))
     for name, figure in plots_study.figures(result["studies"]).items():
         paths.append(folder / f"study_{name}.png")
         figure.savefig(paths[-1], dpi=150)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,14 +71,14 @@ def by_workload(pair: Pair) -> dict[str, Coefficients]:
 def slope_stable(pair: Pair, found: Mapping[str, Coefficients]) -> Row:
     own = {name: c for name, c in found.items() if name != "all"}
     if len(own) < FEWEST_WORKLOADS:
-        return absent(pair.name, NO_LOGITS if not pair.has_logits else f"{len(own)} workload(s): too few to correlate")
+        return absent(pair.name, f"{len(own)} workload(s): too few to correlate")
     slope, first, entropy = (np.stack([getattr(c, n) for c in own.values()]) for n in ("slope", "first", "entropy"))
     r_slope, r_first = _correlation(slope, entropy), _correlation(first, entropy)
     ours = f"slope {slope[:, 0].min():.2f} to {slope[:, 0].max():.2f}, r = {r_slope[0]:.2f}; "
     ours += f"first intercept {first[:, 0].min():+.2f} to {first[:, 0].max():+.2f}, r = {estimate(r_first).text(2)}"
     row = judged(pair.name, ours, estimate(r_first), below=-0.5, details={"slope": estimate(r_slope)})
-    if row.verdict == "confirmed" and abs(r_slope[0]) >= abs(r_first[0]):
-        return Row(pair.name, ours, "not confirmed", "the slope follows the entropy as much", row.value, row.details)
+    if row.verdict == CONFIRMED and abs(r_slope[0]) >= abs(r_first[0]):
+        return replace(row, verdict=FAILED, why="the slope follows the entropy as much")
     return row
 
 
@@ -125,11 +125,9 @@ def served(pair: Pair, answers: np.ndarray, at: int) -> tuple[fits.Drafts, np.nd
         parts.append(drafts)
         turns.append(turn + base)
         base += int(turn.max()) + 1
-    row, position, answer, label = (
-        np.concatenate([getattr(p, n) for p in parts]) for n in ("row", "position", "answer", "label")
-    )
-    joined = fits.Drafts(row, position, answer, label, parts[0].num_positions, parts[0].num_answers)
-    return joined, np.concatenate(turns)
+    names = ("row", "position", "answer", "label")
+    columns: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in parts]) for n in names}
+    return replace(parts[0], **columns), np.concatenate(turns)
 
 
 def warm(pair: Pair, **settings: Any) -> OnlineAcceptanceEstimator:
@@ -140,8 +138,6 @@ def warm(pair: Pair, **settings: Any) -> OnlineAcceptanceEstimator:
 
 def online_fit(pair: Pair) -> Row:
     """Log-loss of what was predicted before each verdict, over the best constants, fitted to those same verdicts."""
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     values, found = pair.values(FEATURE), {}
     for at in AT:
         drafts, turn = served(pair, pair.second, at)
@@ -155,8 +151,6 @@ def online_fit(pair: Pair) -> Row:
 
 def damping(pair: Pair, resamples: int = 16) -> Row:
     """How far the intercepts of the deeper half wander from round to round, damped (50) and undamped."""
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     values, at = pair.values(FEATURE), AT[0]
     drafts, turn = served(pair, pair.second, at)
     deep = np.arange(pair.trace.num_positions) >= pair.trace.num_positions // 2
@@ -173,4 +167,6 @@ def damping(pair: Pair, resamples: int = 16) -> Row:
 
 
 def rows(pair: Pair, found: Mapping[str, Coefficients]) -> dict[str, Row]:
+    if not pair.has_logits:
+        return dict.fromkeys(("slope_stable", "online", "damping"), absent(pair.name, NO_LOGITS))
     return {"slope_stable": slope_stable(pair, found), "online": online_fit(pair), "damping": damping(pair)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from avref import exact, traffic
 from avref.cost_table import CostTable
 from avref.estimator import STEP_RULES, OnlineAcceptanceEstimator
-from avref.evidence import hardware, observed, simulate, synthetic, tables
+from avref.evidence import hardware, simulate, synthetic, tables
 from avref.evidence.long_run import LongRunBudget, example
+from avref.evidence.observed import Measured, Observed
 from avref.evidence.pair import Pair
 from avref.evidence.policy import Policy
 from avref.evidence.resampling import estimate
@@ -33,17 +35,12 @@ def tracking(num_steps: int = 2400) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for kind in traffic.KINDS:
-        for step in STEP_RULES:
-            for interval in INTERVALS:
-                for damping in DAMPING:
-                    run = traffic.simulate_damping(
-                        damping=damping, refit_interval=interval, step=step, traffic=kind, num_steps=num_steps
-                    )
-                    graded = run.num_graded.sum(dim=1)
-                    excess = float((run.excess_log_loss * graded).sum() / graded.sum())
-                    rows.append(
-                        {"traffic": kind, "step": step, "interval": interval, "damping": damping, "excess": excess}
-                    )
+        for step, interval, damping in itertools.product(STEP_RULES, INTERVALS, DAMPING):
+            own: dict[str, Any] = {"traffic": kind, "step": step, "damping": damping}
+            run = traffic.simulate_damping(**own, refit_interval=interval, num_steps=num_steps)
+            graded = run.num_graded.sum(dim=1)
+            excess = float((run.excess_log_loss * graded).sum() / graded.sum())
+            rows.append({"traffic": kind, "step": step, "interval": interval, "damping": damping, "excess": excess})
         for name, rounds in (("constant", 1), ("each round in hindsight", num_steps // 100)):
             rows.append({"traffic": kind, "step": name, "excess": _in_hindsight(kind, num_steps, rounds)})
     return rows
@@ -71,12 +68,10 @@ def budget_rules(pair: Pair | None, effort: float = 1.0) -> dict[str, Any]:
     """Tokens/s of every rule over the best fixed K: with known probabilities, on a trace, and what each rule leaks."""
     known, num_steps = [], max(20, int(120 * effort))
     for name, table in (("measured", hardware.measured()), ("b300", hardware.published_b300())):
-        for r in RULES_AT[name]:
-            for mean in (0.45, 0.7):
-                run = synthetic.simulate_rules(
-                    table, synthetic.acceptance_log_odds(r, mean, num_steps=num_steps, persistence=0.5)
-                )
-                known.append({"table": name, "requests": r, "acceptance": mean, **run.relative})
+        for r, mean in itertools.product(RULES_AT[name], (0.45, 0.7)):
+            drafts = synthetic.acceptance_log_odds(r, mean, num_steps=num_steps, persistence=0.5)
+            relative = synthetic.simulate_rules(table, drafts).relative
+            known.append({"table": name, "requests": r, "acceptance": mean, **relative})
     return {"known": known, "leak": leaks(), "trace": _on_trace(pair, effort) if pair else []}
 
 
@@ -101,14 +96,9 @@ def _on_trace(pair: Pair, effort: float) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(
-    pair: Pair, table: CostTable, policy: Policy, requests: int, effort: float, **options: Any
-) -> observed.Measured:
-    start = simulate.warmed(policy, pair.trace, pair.fitted() if pair.has_logits else None)
+def _run(pair: Pair, table: CostTable, policy: Policy, requests: int, effort: float, **options: Any) -> Measured:
     steps = max(24, int(effort * max(60, min(400, 3200 // requests))))
-    return observed.measure(
-        pair.trace, table, start, requests, pair.second, warmup=pair.first, num_steps=steps, seed=requests, **options
-    )
+    return pair.measure(table, policy, requests, steps, **options)
 
 
 # ---- wrong cost tables ----
@@ -151,7 +141,7 @@ def wrong_tables(pair: Pair, effort: float = 1.0) -> list[dict[str, Any]]:
 
 
 # ---- the long-run objective ----
-class LongRunReplay(observed.Observed):
+class LongRunReplay(Observed):
     """A replay whose budget maximises tokens - rate * ms."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -168,10 +158,8 @@ def long_run(pair: Pair, effort: float = 1.0) -> list[dict[str, Any]]:
             policy = Policy.adaptive(confidence=simulate.own_confidence(pair.trace), adaptive_drafting=False)
             ratio = _run(pair, table, policy, r, effort)
             linear = _run(pair, table, policy, r, effort, replay=LongRunReplay)
-            verified = [
-                float(m.outcome.stats.verified_by_position.sum() / m.outcome.stats.num_request_steps)
-                for m in (ratio, linear)
-            ]
+            both = (m.outcome.stats for m in (ratio, linear))
+            verified = [float(stats.verified_by_position.sum() / stats.num_request_steps) for stats in both]
             over = estimate(linear.over(ratio, pair.weights))
             rows.append({"pair": pair.name, "table": name, "requests": r, "over_ratio": over, "verified": verified})
     return rows

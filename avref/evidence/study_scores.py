@@ -3,7 +3,7 @@ second, with labels from one draw of the verdicts on every block."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from avref.features import FEATURES
 LOSSLESS = [f.name for f in FEATURES.values() if f.lossless and f.name != "q_max"]  # those that are fitted
 DRAWN = [f.name for f in FEATURES.values() if not f.lossless]
 NO_LOGITS = "an n-gram drafter has no logits, so no features"
+NO_HEAD = "this drafter has no confidence head"
 PERTURBED = 0.1
 
 
@@ -31,7 +32,7 @@ def feature_table(pair: Pair) -> dict[str, dict[str, Any]]:
     """AUC, log-loss and ECE on held-out answers of every feature, of q_max without a fit, and of the head."""
     if not pair.has_logits:
         return {}
-    names = [*LOSSLESS, *DRAWN, "no fit", *(["head"] if pair.trace.head is not None else [])]
+    names = [*LOSSLESS, *DRAWN, *_unfitted(pair)]
     return {name: measures(pair.scores(name), pair.weights) for name in names}
 
 
@@ -39,14 +40,16 @@ def by_position(pair: Pair) -> dict[str, list[dict[str, Any]]]:
     """The same by draft position, for the estimator, q_max without a fit, and the head."""
     if not pair.has_logits:
         return {}
-    names = [FEATURE, "no fit", *(["head"] if pair.trace.head is not None else [])]
     places = [np.array([k]) for k in range(pair.trace.num_positions)]
+    names = [FEATURE, *_unfitted(pair)]
     return {name: [measures(pair.scores(name, k), pair.weights) for k in places] for name in names}
 
 
+def _unfitted(pair: Pair) -> list[str]:
+    return ["no fit"] if pair.trace.head is None else ["no fit", "head"]
+
+
 def best_lossless(pair: Pair) -> Row:
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     loss = {name: pair.scores(name).log_loss(pair.weights) for name in LOSSLESS}
     others = [name for name in LOSSLESS if name != FEATURE]
     rival = min(others, key=lambda name: loss[name][0])
@@ -56,13 +59,11 @@ def best_lossless(pair: Pair) -> Row:
     if row.why == "within the noise":
         beaten = [name for name in others if estimate(loss[name] - loss[FEATURE]).low > 0]
         why = f"tied with {rival}" + (f"; below {', '.join(beaten)}" if beaten else "")
-        return Row(row.pair, row.ours, row.verdict, why, row.value, row.details)
+        return replace(row, why=why)
     return row
 
 
 def drawn_token(pair: Pair) -> Row:
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     if pair.greedy:
         return absent(pair.name, "greedy drafts are the top token: both features are the same")
     sampled, top = (pair.scores(name).auc(pair.weights) for name in ("logit_q_sampled", FEATURE))
@@ -72,8 +73,6 @@ def drawn_token(pair: Pair) -> Row:
 
 
 def no_fit(pair: Pair) -> Row:
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     raw, fitted = pair.scores("no fit"), pair.scores(FEATURE)
     ece = raw.ece(pair.weights), fitted.ece(pair.weights)
     mean = ratio(by_answer(raw.p, raw.answers, raw.num_answers), raw.count, pair.weights[:1])[0]
@@ -83,28 +82,23 @@ def no_fit(pair: Pair) -> Row:
 
 def head_first(pair: Pair) -> Row:
     if pair.trace.head is None or not pair.has_logits:
-        return absent(pair.name, "this drafter has no confidence head")
+        return absent(pair.name, NO_HEAD)
     deeper = np.arange(1, pair.trace.num_positions)
     at_first, at_deeper = (
         estimate(pair.scores(FEATURE, places).auc(pair.weights) - pair.scores("head", places).auc(pair.weights))
         for places in (np.array([0]), deeper)
     )
     ours = f"AUC, estimator less head: position 1 {at_first.text()}, deeper {at_deeper.text()}"
-    halves = {
-        "position 1": judged(pair.name, ours, at_first, below=0.0),
-        "deeper": judged(pair.name, ours, at_deeper, above=0.0),
-    }
     details = {"position 1": at_first, "deeper": at_deeper}
-    for where, row in halves.items():
-        if row.verdict != CONFIRMED:
-            return Row(pair.name, ours, row.verdict, f"{where}: {row.why}", row.value, details)
-    return Row(pair.name, ours, CONFIRMED, "", at_deeper, details)
+    first, rest = judged(pair.name, ours, at_first, below=0.0), judged(pair.name, ours, at_deeper, above=0.0)
+    where, row = ("position 1", first) if first.verdict != CONFIRMED else ("deeper", rest)
+    return replace(row, why=row.why and f"{where}: {row.why}", details=details)
 
 
-def past_block(pair: Pair, trained_depth: int | None) -> Row:
-    k = pair.trace.num_positions
+def past_block(pair: Pair) -> Row:
+    k, trained_depth = pair.trace.num_positions, pair.trained_depth
     if pair.trace.head is None or not pair.has_logits:
-        return absent(pair.name, "this drafter has no confidence head")
+        return absent(pair.name, NO_HEAD)
     if trained_depth is None or trained_depth >= k:
         return absent(pair.name, f"the drafter was trained on {trained_depth or k} positions, all that it drafts here")
     inside, past = np.arange(trained_depth), np.arange(trained_depth, k)
@@ -117,21 +111,16 @@ def past_block(pair: Pair, trained_depth: int | None) -> Row:
 
 
 def shared_slope(pair: Pair) -> Row:
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     one, many = pair.scores(FEATURE), pair.scores(FEATURE, shared_slope=False)
     loss = estimate(one.log_loss(pair.weights) - many.log_loss(pair.weights))
     auc = estimate(many.auc(pair.weights) - one.auc(pair.weights))
     slopes = pair.fitted(FEATURE, shared_slope=False).slope.tolist()
-    ours = (
-        f"log-loss {loss.text(4)}, AUC {auc.text(4)}; the {len(slopes)} slopes: {min(slopes):.2f} to {max(slopes):.2f}"
-    )
+    ours = f"log-loss {loss.text(4)}, AUC {auc.text(4)}; "
+    ours += f"the {len(slopes)} slopes: {min(slopes):.2f} to {max(slopes):.2f}"
     return judged(pair.name, ours, loss, below=0.002)
 
 
 def slope_sensitive(pair: Pair) -> Row:
-    if not pair.has_logits:
-        return absent(pair.name, NO_LOGITS)
     base = pair.scores(FEATURE)
     by_slope, by_intercepts = (_rise(pair, base, **{which: PERTURBED}) for which in ("slope", "intercepts"))
     rises = [ratio(rise, base.count, pair.weights) for rise in (by_slope, by_intercepts)]
@@ -163,9 +152,11 @@ def state(num_positions: tuple[int, ...] = (1, 7, 16, 64)) -> Row:
     return Row("any", ours, CONFIRMED if linear else FAILED, "", Estimate(most, most, most), {"numbers": counts})
 
 
-def rows(pair: Pair, trained_depth: int | None = None) -> Mapping[str, Row]:
+_BY_FEATURE = (best_lossless, drawn_token, no_fit, shared_slope, slope_sensitive)
+
+
+def rows(pair: Pair) -> dict[str, Row]:
     """The rows of all claims here but `state`."""
-    made: dict[str, Any] = {
-        f.__name__: f(pair) for f in (best_lossless, drawn_token, no_fit, head_first, shared_slope, slope_sensitive)
-    }
-    return {**made, "past_block": past_block(pair, trained_depth)}
+    no_logits = None if pair.has_logits else absent(pair.name, NO_LOGITS)
+    by_feature = {f.__name__: no_logits or f(pair) for f in _BY_FEATURE}
+    return by_feature | {f.__name__: f(pair) for f in (head_first, past_block)}

@@ -6,21 +6,19 @@ published B300 profile at 64. A pair's drafter pays what its family would (`tabl
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from avref.cost_table import CostTable
-from avref.evidence import hardware, observed, simulate, tables
+from avref.evidence import hardware, simulate, tables
 from avref.evidence.claims import CONFIRMED, FAILED, Row, absent, judged
 from avref.evidence.observed import Measured
 from avref.evidence.pair import Pair
 from avref.evidence.policy import Policy
-from avref.evidence.resampling import Estimate, Floats, estimate, ratio
-from avref.evidence.trace_file import Array
+from avref.evidence.resampling import Floats, estimate, ratio
 
 SETTINGS: Mapping[str, Sequence[int]] = {"measured": (1, 4, 16, 32), "b300": (1, 4, 16, 64)}
 FRONTIER = 5 / 7  # of the concurrencies, as in the article
@@ -39,7 +37,7 @@ class Sweep:
     table: CostTable
     arms: Mapping[int, Mapping[str, Measured]]
     workloads: Mapping[str, Mapping[str, Measured]]
-    ways: tuple[Mapping[str, Measured], Mapping[str, Measured]]  # drafted one by one, in one pass; at the highest load
+    ways: Sequence[Mapping[str, Measured]]  # if drafted one by one, and in one pass; at the highest load
 
     @property
     def top(self) -> int:
@@ -61,67 +59,43 @@ class Sweep:
 
 
 def policies(pair: Pair) -> dict[str, Policy]:
-    own = simulate.own_confidence(pair.trace)
-    made = {PLAIN: Policy.none(), **{f"fixed-{k}": Policy.fixed(k) for k in range(1, pair.trace.num_positions + 1)}}
-    if own:
-        made[FULL] = Policy.adaptive(confidence=own, adaptive_drafting=False)
-        made[ADAPTIVE] = Policy.adaptive(confidence=own)
-    if own == "estimator" and pair.trace.head is not None:
-        made[HEAD] = Policy.adaptive(confidence="head", adaptive_drafting=False)
-    return made
+    known, k = simulate.arms(pair.trace), pair.trace.num_positions
+    made = {name: policy for name, policy in known.items() if name == PLAIN or name.startswith("fixed-")}
+    adaptive = {FULL: f"adaptive-{k}-full-draft", ADAPTIVE: f"adaptive-{k}"}
+    made |= {name: known[arm] for name, arm in adaptive.items() if arm in known}
+    return made | ({HEAD: replace(known["head"], adaptive_drafting=False)} if "head" in known else {})
 
 
 def sweep(pair: Pair, name: str, *, requests: Sequence[int] = (), effort: float = 1.0) -> Sweep:
     """Measure a pair under a table; effort scales the number of decode steps."""
     levels = tuple(requests) or SETTINGS[name]
-    table = tables.named(name, pair.trace, max(levels))
-    learned = pair.fitted() if pair.has_logits else None
+    own, top, k, method = policies(pair), max(levels), pair.trace.num_positions, pair.trace.header["method"]
+    table = tables.named(name, pair.trace, top)
+    both = [n for n in (f"fixed-{k}", FULL) if n in own]
 
-    def run(policy: Policy, at: int, answers: Array, costs: CostTable = table, **more: Any) -> Measured:
-        steps = max(24, int(effort * STEPS.get(at, 80)))
-        start = simulate.warmed(policy, pair.trace, learned)
-        return observed.measure(
-            pair.trace, costs, start, at, answers, warmup=pair.first, num_steps=steps, seed=at, **more
-        )
+    def run(policy: Policy, at: int = top, costs: CostTable = table, **options: Any) -> Measured:
+        return pair.measure(costs, policy, at, max(24, int(effort * STEPS.get(at, 80))), **options)
 
-    own, top = policies(pair), max(levels)
-
-    arms: dict[int, dict[str, Measured]] = {r: {} for r in levels}
-    for r, (arm, policy) in itertools.product(levels, own.items()):
-        arms[r][arm] = run(policy, r, pair.second)
-    arms[top][ORACLE] = run(Policy.adaptive(confidence="oracle", adaptive_drafting=False), top, pair.second)
-    workloads = {}
-    for workload in pair.trace.header["workloads"]:
-        answers = np.intersect1d(pair.trace.answers_of(workload), pair.second)
-        if len(answers):
-            names = [n for n in (f"fixed-{pair.trace.num_positions}", FULL) if n in own]
-            workloads[workload] = {n: run(own[n], top, answers) for n in names}
-    ways: tuple[Mapping[str, Measured], Mapping[str, Measured]] = {}, {}
-    if FULL in own and pair.trace.header["method"] != "ngram":
-        ways = _both_ways(pair, name, top, lambda policy, costs: run(policy, top, pair.second, costs))
+    arms = {r: {arm: run(policy, r) for arm, policy in own.items()} for r in levels}
+    arms[top][ORACLE] = run(Policy.adaptive(confidence="oracle", adaptive_drafting=False))
+    held = {w: np.intersect1d(pair.trace.answers_of(w), pair.second) for w in pair.trace.header["workloads"]}
+    workloads = {w: {n: run(own[n], answers=answers) for n in both} for w, answers in held.items() if len(answers)}
+    ways = []
+    if FULL in own and method != "ngram":
+        profiled = hardware.measured() if name == "measured" else hardware.published_b300(max_requests=top)
+        for costs in (tables.drafting(profiled, family, k) for family in ("eagle", "dflash")):
+            ways.append({n: run(own[n], costs=costs) for n in both})
     return Sweep(pair, name, table, arms, workloads, ways)
-
-
-def _both_ways(
-    pair: Pair, name: str, top: int, run: Callable[[Policy, CostTable], Measured]
-) -> tuple[Mapping[str, Measured], Mapping[str, Measured]]:
-    """Fixed K and adaptive verification if the drafts took a pass each, and if they took one pass together."""
-    k, own = pair.trace.num_positions, policies(pair)
-    one_by_one, in_one_pass = (tables.drafting(_profiled(name, top), method, k) for method in ("eagle", "dflash"))
-    arms = (f"fixed-{k}", FULL)
-    return {n: run(own[n], one_by_one) for n in arms}, {n: run(own[n], in_one_pass) for n in arms}
-
-
-def _profiled(name: str, top: int) -> CostTable:
-    return hardware.measured() if name == "measured" else hardware.published_b300(max_requests=top)
 
 
 # ---- claims ----
 TOO_FEW = "too few decode steps for answers to end"
 
 
-def _known(found: Mapping[int, Floats]) -> dict[int, Floats]:
-    """The numbers of requests at which both arms finished some answer."""
+def _gains(s: Sweep, arm: str | Mapping[int, str], other: str | Mapping[int, str]) -> dict[int, Floats]:
+    """One arm over another (or those named for each load), at every load at which both finished some answer."""
+    pairs = {r: [a if isinstance(a, str) else a[r] for a in (arm, other)] for r in s.arms}
+    found = {r: s.over(r, *names) for r, names in pairs.items()}
     return {r: values for r, values in found.items() if np.isfinite(values[0])}
 
 
@@ -157,7 +131,7 @@ def beats_fixed(s: Sweep) -> Row:
 
 
 def gains_with_load(s: Sweep) -> Row:
-    gains = _known({r: s.over(r, FULL, s.fixed[-1]) for r in s.arms})
+    gains = _gains(s, FULL, s.fixed[-1])
     if len(gains) < 2:
         return absent(_label(s), TOO_FEW)
     ours = ", ".join(f"{r}: {estimate(g).text(2)}" for r, g in gains.items())
@@ -167,7 +141,7 @@ def gains_with_load(s: Sweep) -> Row:
 def tie(s: Sweep) -> Row:
     if HEAD not in s.arms[s.top]:
         return absent(_label(s), "this drafter has no confidence head")
-    found = {r: estimate(g) for r, g in _known({r: s.over(r, FULL, HEAD) for r in s.arms}).items()}
+    found = {r: estimate(g) for r, g in _gains(s, FULL, HEAD).items()}
     if not found:
         return absent(_label(s), TOO_FEW)
     furthest = max(found.values(), key=lambda e: abs(e.value - 1))
@@ -177,21 +151,13 @@ def tie(s: Sweep) -> Row:
 
 def pareto(s: Sweep) -> Row:
     """A point is on the frontier when no fixed length at any concurrency has both more tokens/s and more per user."""
-    both = {(r, a): (s.speed(r, a), s.speed(r, a) / r) for r in s.arms for a in (PLAIN, FULL, ADAPTIVE, *s.fixed)}
-    share, where, lengths = {}, {}, (PLAIN, *s.fixed)
+    share, where = {}, {}
+    fixed = [(s.speed(q, name), q) for q in s.arms for name in (PLAIN, *s.fixed)]
     for arm in (FULL, ADAPTIVE):
-        on = [
-            ~np.any(
-                [
-                    (y > CLEAR * both[r, arm][0]) & (u > CLEAR * both[r, arm][1])
-                    for (_, a), (y, u) in both.items()
-                    if a in lengths
-                ],
-                0,
-            )
-            for r in s.arms
-        ]
-        share[arm], where[arm] = np.mean(on, axis=0), [r for r, here in zip(s.arms, on, strict=True) if here[0]]
+        clear = {r: CLEAR * s.speed(r, arm) for r in s.arms}
+        beaten = [np.any([(y > own) & (y / q > own / r) for y, q in fixed], axis=0) for r, own in clear.items()]
+        share[arm] = np.mean(np.logical_not(beaten), axis=0)
+        where[arm] = [r for r, here in zip(s.arms, beaten, strict=True) if not here[0]]
     ours = "; ".join(f"{arm}: at {len(where[arm])} of {len(s.arms)} ({where[arm]})" for arm in share)
     value = estimate(share[FULL])
     verdict = CONFIRMED if value.value >= FRONTIER else FAILED
@@ -202,17 +168,17 @@ def smaller_fixed(s: Sweep) -> Row:
     if len(s.fixed) < 2:
         return absent(_label(s), "K is 1")
     found = {r: s.best(r, s.fixed[:-1]) for r in s.arms}
-    gains = {r: estimate(g) for r, g in _known({r: s.over(r, n, FULL) for r, n in found.items()}).items()}
+    gains = {r: estimate(g) for r, g in _gains(s, found, FULL).items()}
     if not gains:
         return absent(_label(s), TOO_FEW)
     most = max(gains, key=lambda r: gains[r].low)
     ours = ", ".join(f"{r}: {found[r]} {e.text(2)}" for r, e in gains.items())
     row = judged(_label(s), ours, gains[most], above=CLEAR)
-    return row if row.verdict == CONFIRMED else Row(row.pair, ours, FAILED, "at none of these", gains[most])
+    return row if row.verdict == CONFIRMED else replace(row, verdict=FAILED, why="at none of these")
 
 
 def token_by_token(s: Sweep) -> Row:
-    if not s.ways[0]:
+    if not s.ways:
         return absent(_label(s, s.top), "an n-gram's drafts cost nothing either way")
     one_by_one, in_one_pass = (way[FULL].over(way[s.fixed[-1]], s.pair.weights) for way in s.ways)
     ours = f"{estimate(one_by_one).text(2)} drafted one by one, {estimate(in_one_pass).text(2)} in one pass"
@@ -225,42 +191,29 @@ def oracle(s: Sweep) -> Row:
 
 
 def never_slower(s: Sweep) -> Row:
-    return _least(s, {r: (PLAIN, s.over(r, ADAPTIVE, PLAIN)) for r in s.arms})
+    return _least(s, dict.fromkeys(s.arms, PLAIN))
 
 
 def hindsight(s: Sweep) -> Row:
-    best = {r: s.best(r, [PLAIN, *s.fixed]) for r in s.arms}
-    return _least(s, {r: (name, s.over(r, ADAPTIVE, name)) for r, name in best.items()})
+    return _least(s, {r: s.best(r, [PLAIN, *s.fixed]) for r in s.arms})
 
 
-def _least(s: Sweep, found: Mapping[int, tuple[str, Floats]]) -> Row:
-    known = {r: (found[r][0], estimate(g)) for r, g in _known({r: g for r, (_, g) in found.items()}).items()}
-    if not known:
+def _least(s: Sweep, others: Mapping[int, str]) -> Row:
+    found = {r: estimate(g) for r, g in _gains(s, ADAPTIVE, others).items()}
+    if not found:
         return absent(_label(s), TOO_FEW)
-    least = min(known.values(), key=lambda item: item[1].low)[1]
-    ours = ", ".join(f"{r}: {e.text(2)} of {name}" for r, (name, e) in known.items())
-    return judged(_label(s), ours, least, above=0.97)
+    ours = ", ".join(f"{r}: {e.text(2)} of {others[r]}" for r, e in found.items())
+    return judged(_label(s), ours, min(found.values(), key=lambda e: e.low), above=0.97)
 
 
-_CLAIMS = (
-    position_1,
-    beats_fixed,
-    gains_with_load,
-    tie,
-    pareto,
-    smaller_fixed,
-    token_by_token,
-    oracle,
-    never_slower,
-    hindsight,
-)
+_CLAIMS = [position_1, beats_fixed, gains_with_load, tie, pareto]
+_CLAIMS += [smaller_fixed, token_by_token, oracle, never_slower, hindsight]
 
 
 def figures(s: Sweep) -> dict[str, Any]:
     """What the figures draw: tokens/s over no speculation by arm and requests, and the gain of each workload."""
     gain = {w: estimate(a[FULL].over(a[s.fixed[-1]], s.pair.weights)) for w, a in s.workloads.items() if FULL in a}
-    over: dict[str, dict[int, Estimate]] = {}
-    for r in s.arms:
-        for arm in s.arms[r]:
-            over.setdefault(arm, {})[r] = estimate(s.over(r, arm, PLAIN))
+    over = {
+        arm: {r: estimate(s.over(r, arm, PLAIN)) for r, own in s.arms.items() if arm in own} for arm in s.arms[s.top]
+    }
     return {"pair": s.pair.name, "table": s.table_name, "over_none": over, "workloads": gain}

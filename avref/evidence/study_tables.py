@@ -25,7 +25,8 @@ def markdown(studies: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+def table(rows: Sequence[Sequence[Any]], header: Sequence[str]) -> str:
+    """Rows as a Markdown table."""
     return tabulate(rows, header, tablefmt="pipe", disable_numparse=True)
 
 
@@ -41,7 +42,7 @@ def _features(studies: Mapping[str, Any]) -> list[str]:
         for name, m in table.items()
     ]
     about = "One slope for all positions; `no fit` is q_max as it is, `head` the trained head. ECE has 15 equal bins."
-    return [about, "", _table(rows, ["pair", "feature", "AUC", "log-loss", "ECE"])]
+    return [about, "", table(rows, ["pair", "feature", "AUC", "log-loss", "ECE"])]
 
 
 def _coefficients(studies: Mapping[str, Any]) -> list[str]:
@@ -51,7 +52,7 @@ def _coefficients(studies: Mapping[str, Any]) -> list[str]:
         for w, c in own.items()
     ]
     header = ["pair", "workload", "accepted of graded", "draft entropy (nats)", "slope", "first intercept"]
-    return ["All answers of a workload; each fitted by itself.", "", _table(rows, header)]
+    return ["All answers of a workload; each fitted by itself.", "", table(rows, header)]
 
 
 def _tracking(studies: Mapping[str, Any]) -> list[str]:
@@ -66,9 +67,9 @@ def _tracking(studies: Mapping[str, Any]) -> list[str]:
     ]
     about = (
         "Synthetic traffic with known probabilities, 8 requests. Excess log-loss over the truth (which has 0), nats "
+        "per graded draft; the last two rows are fitted in hindsight, to the verdicts they are judged on."
     )
-    about += "per graded draft; the last two rows are fitted in hindsight, to the verdicts they are judged on."
-    return [about, "", _table(lines, ["step", "refit every (steps)", "damping", *kinds])]
+    return [about, "", table(lines, ["step", "refit every (steps)", "damping", *kinds])]
 
 
 def _rules(studies: Mapping[str, Any]) -> list[str]:
@@ -77,15 +78,17 @@ def _rules(studies: Mapping[str, Any]) -> list[str]:
     rows = [
         [r["table"], r["requests"], f"{r['acceptance']:.2f}", *(f"{r[n]:.2f}" for n in names)] for r in rules["known"]
     ]
-    leak = [["total variation", "", "", *(f"{rules['leak'][n]:.2g}" for n in names)]]
-    lines = ["Synthetic drafts with known probabilities, a request's difficulty carried over from step to step "]
-    lines[0] += "(correlation .5): tokens/s over the best fixed K in hindsight. Below, what each rule leaks in the "
-    lines[0] += "example of DSpark's appendix A, over two steps."
-    lines += ["", _table(rows + leak, ["table", "requests", "mean acceptance", *names])]
+    rows.append(["total variation", "", "", *(f"{rules['leak'][n]:.2g}" for n in names)])
+    about = (
+        "Synthetic drafts with known probabilities, a request's difficulty carried over from step to step (correlation "
+        ".5): tokens/s over the best fixed K in hindsight. Below, what each rule leaks in the example of DSpark's "
+        "appendix A, over two steps."
+    )
+    lines = [about, "", table(rows, ["table", "requests", "mean acceptance", *names])]
     if rules["trace"]:
         on_trace = [[r["table"], r["requests"], r["rule"], interval(r["over_lookahead"])] for r in rules["trace"]]
         lines += ["", "On a trace, by the estimator:", ""]
-        lines += [_table(on_trace, ["table", "requests", "rule", "tokens/s over lookahead"])]
+        lines += [table(on_trace, ["table", "requests", "rule", "tokens/s over lookahead"])]
     return lines
 
 
@@ -95,27 +98,26 @@ def _wrong(studies: Mapping[str, Any]) -> list[str]:
         for r in studies["wrong_tables"]
     ]
     header = ["table", "requests", "believed", "depth chosen too", "tokens/s over the right table's decisions"]
-    return ["Time is counted by the right table, decisions are made by a wrong one.", "", _table(rows, header)]
+    return ["Time is counted by the right table, decisions are made by a wrong one.", "", table(rows, header)]
 
 
 def _long_run(studies: Mapping[str, Any]) -> list[str]:
     lines = []
     if studies.get("example"):
-        lines += [
-            "One request, a step costs 1 + .312 B, drafts easy (.985) or hard (.5), worked out exactly. B for easy "
-        ]
-        lines[0] += (
-            "and hard, and tokens per ms over those of the ratio; 59 % are easy: of the steps, or of the tokens."
+        about = (
+            "One request, a step costs 1 + .312 B, drafts easy (.985) or hard (.5), worked out exactly. B for easy and "
+            "hard, and tokens per ms over those of the ratio; 59 % are easy: of the steps, or of the tokens."
         )
         rows = [
-            [case, name, f"{v['budgets'][0]} and {v['budgets'][1]}", f"{v['rate']:.3f}", f"{v['to_ratio']:.3f}"]
+            [case, name, "{} and {}".format(*v["budgets"]), f"{v['rate']:.3f}", f"{v['to_ratio']:.3f}"]
             for case, own in studies["example"].items()
             for name, v in own.items()
         ]
-        lines += ["", _table(rows, ["easy share of", "objective", "B", "tokens/ms", "over the ratio"]), ""]
+        header = ["easy share of", "objective", "B", "tokens/ms", "over the ratio"]
+        lines = [about, "", table(rows, header), ""]
     rows = [
         [r["pair"], r["table"], r["requests"], interval(r["over_ratio"]), *(f"{v:.2f}" for v in r["verified"])]
         for r in studies["long_run"]
     ]
     header = ["pair", "table", "requests", "tokens/s over the ratio's", "verified: ratio", "long run"]
-    return [*lines, "On the traces, the rate following what the policy itself reaches:", "", _table(rows, header)]
+    return [*lines, "On the traces, the rate following what the policy itself reaches:", "", table(rows, header)]

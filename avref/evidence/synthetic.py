@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from avref.cost_table import CostTable
-from avref.pruning import Rule, SurvivalProfile, choose_budget
+from avref.pruning import SurvivalProfile, choose_budget
 
 Floats = npt.NDArray[np.float64]
 
@@ -123,10 +124,8 @@ def _budgets(cost_table: CostTable, believed: Floats, rules: Sequence[str]) -> d
     for live in believed:
         tail = profile.predict(live.size)
         for name in rules:
-            rule: Rule = "argmax" if name in ("stale", "retrospective") else "early_stop"
-            rule = "lookahead" if name == "lookahead" else rule
-            seen = old if name == "stale" else live
-            chosen[name].append(choose_budget(seen, cost_table, num_requests, rule, tail))
+            rule: Any = "argmax" if name in ("stale", "retrospective") else name
+            chosen[name].append(choose_budget(old if name == "stale" else live, cost_table, num_requests, rule, tail))
         profile.update(live)
         old = live
     return {name: np.array(values, dtype=np.int64) for name, values in chosen.items()}

@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from avref.files import replacing
+
 SCHEMA_VERSION = 1
 SHIPPED = Path(__file__).parent.parent / "data" / "traces"
 Array = npt.NDArray[Any]
@@ -202,14 +204,10 @@ def _check(trace: Trace) -> None:
 
 def save(trace: Trace, path: str | Path) -> Path:
     """Write a trace; the file appears whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        arrays: dict[str, Any] = {"header": np.array(json.dumps(dict(trace.header))), **trace.arrays()}
+    arrays: dict[str, Any] = {"header": np.array(json.dumps(dict(trace.header))), **trace.arrays()}
+    with replacing(path) as part, part.open("wb") as file:
         np.savez_compressed(file, **arrays)
-    part.replace(path)
-    return path
+    return Path(path)
 
 
 def shipped() -> list[str]:

@@ -16,22 +16,12 @@ from typing import cast
 
 import numpy as np
 
-from avref.evidence.recording import record
-from avref.evidence.trace_file import Array, Trace, load, save, shipped
-
-__all__ = [
-    "Trace",
-    "accept_probability",
-    "draft_accept_probability",
-    "features",
-    "load",
-    "overlap_by_position",
-    "reach",
-    "record",
-    "save",
-    "shipped",
-    "verdicts",
-]
+from avref.evidence.recording import record as record
+from avref.evidence.trace_file import Array, Trace
+from avref.evidence.trace_file import load as load
+from avref.evidence.trace_file import save as save
+from avref.evidence.trace_file import shipped as shipped
+from avref.features import FEATURES, MAX_LOG_ODDS
 
 
 def features(trace: Trace, name: str = "logit_q_max") -> Array:
@@ -39,13 +29,10 @@ def features(trace: Trace, name: str = "logit_q_max") -> Array:
 
     Raises ValueError for an unknown name, and for a drafter without logits (n-gram).
     """
-    from avref.features import FEATURES, MAX_LOG_ODDS
-
     if name not in FEATURES:
         raise ValueError(f"feature is {name!r}; allowed are {', '.join(map(repr, FEATURES))}")
-    source = (
-        "logit_q_sampled" if name.endswith("q_sampled") else name if name in ("margin", "entropy") else "logit_q_max"
-    )
+    own = name if name in ("margin", "entropy") else "logit_q_max"
+    source = "logit_q_sampled" if name.endswith("q_sampled") else own
     stored = getattr(trace, source)
     if stored is None:
         raise ValueError(f"the {trace.header['method']} drafter of this trace has no logits, so no feature {name!r}")

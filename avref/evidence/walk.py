@@ -23,6 +23,7 @@ from avref import features, sampling
 from avref.config import SamplingParams
 from avref.drafters.base import DraftProposal
 from avref.engine import MAX_PREFILL_TOKENS
+from avref.evidence.journal import Journal
 from avref.evidence.trace_file import COLUMNS, Array
 from avref.packed import Layout
 
@@ -44,8 +45,10 @@ class Answer:
     stopped: bool
 
 
-def walk(llm: LLM, answers: list[Answer], params: SamplingParams, seed: int, use_tqdm: bool) -> dict[str, Array]:
-    """The arrays of a trace (`trace_file`) for these answers and the LLM's drafter."""
+def walk(
+    llm: LLM, answers: list[Answer], params: SamplingParams, seed: int, use_tqdm: bool, journal: Journal
+) -> dict[str, Array]:
+    """The arrays of a trace (`trace_file`) for these answers and the LLM's drafter; batches in the journal are done."""
     counts = np.array([len(a.ids) for a in answers], dtype=np.int32)  # [A]
     first_row = np.cumsum(counts - 1) - (counts - 1)
     arrays: dict[str, Array] = {
@@ -55,11 +58,40 @@ def walk(llm: LLM, answers: list[Answer], params: SamplingParams, seed: int, use
         "stopped": np.array([a.stopped for a in answers]),
         "token": np.array([t for a in answers for t in a.ids[1:]], dtype=np.int32),
     }
-    generator = torch.Generator().manual_seed(seed)
+    own = set(arrays)  # of the answers, not of the walk
+    depth, drafter = llm.engine.num_positions, llm.engine.drafter
     with tqdm(total=int((counts - 1).sum()), disable=not use_tqdm, unit="offset", dynamic_ncols=True) as bar:
-        for which in _batches(answers, min(BATCH, llm.engine.max_num_seqs)):
-            _Walk(llm, [answers[i] for i in which], first_row[which], params, arrays, generator).run(bar)
+        for number, which in enumerate(_batches(answers, min(BATCH, llm.engine.max_num_seqs))):
+            rows = np.concatenate([first_row[i] + np.arange(counts[i] - 1) for i in which])
+            key = f"batch {number}"
+            if key in journal:
+                for name, values in journal.records[key]["arrays"].items():
+                    _array(arrays, name, depth)[rows] = values
+                bar.update(len(rows))
+            else:
+                generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+                _Walk(llm, [answers[i] for i in which], first_row[which], params, arrays, generator).run(bar)
+                made = {name: array[rows].tolist() for name, array in arrays.items() if name not in own}
+                journal.append(key, {"arrays": made, "learned": _learned(drafter)})
+            _learned(drafter, journal.records[key]["learned"])
     return arrays
+
+
+def _array(arrays: dict[str, Array], name: str, depth: int) -> Array:
+    """The array of that name, made at its first use: [N] or [N, K]."""
+    if name not in arrays:
+        shape = (len(arrays["token"]), depth)
+        arrays[name] = np.zeros(shape[: len(COLUMNS[name].shape)], COLUMNS[name].dtype)
+    return arrays[name]
+
+
+def _learned(drafter: Any, record: Any = None) -> Any:
+    """What a drafter that keeps a record (n-gram) has counted, set to `record` if that is given; else None."""
+    if not hasattr(drafter, "graded"):
+        return None
+    if record is not None:
+        drafter.graded[:], drafter.accepted[:] = record
+    return [drafter.graded.tolist(), drafter.accepted.tolist()]
 
 
 def _batches(answers: list[Answer], size: int) -> Iterator[list[int]]:
@@ -177,11 +209,8 @@ class _Walk:
 
     def _store(self, name: str, t: int, depth: int | slice | None, values: Tensor) -> None:
         """Write values [R] or [R, K] of offset t; depth None for an array without positions."""
-        if name not in self.arrays:
-            shape = (len(self.arrays["token"]), self.depth)
-            self.arrays[name] = np.zeros(shape if depth is not None else shape[:1], COLUMNS[name].dtype)
         rows = self.first_row[: len(values)] + t
-        self.arrays[name][rows if depth is None else (rows, depth)] = values.double().cpu().numpy()
+        _array(self.arrays, name, self.depth)[rows if depth is None else (rows, depth)] = values.double().cpu().numpy()
 
     def _lengths(self, t: int, rows: int) -> list[int]:
         return [len(prompt) + t for prompt in self.prompts[:rows]]

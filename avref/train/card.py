@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from avref import profiling
+from avref.files import write_text
 from avref.llm import LLM
 from avref.plot_style import new_figure
 from avref.train.data import Sequences
@@ -64,9 +65,9 @@ def write(
         lines += [f"Top-p {top_p}:", "", "| workload | " + " | ".join(str(k + 1) for k in range(depth)) + " |"]
         lines += ["|---" * (depth + 1) + "|"]
         lines += [f"| {name} | " + " | ".join(f"{x:.3f}" for x in row) + " |" for name, row in rows.items()] + [""]
-    (folder / "card.md").write_text("\n".join(lines))
-    (folder / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
-    (folder / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    write_text(folder / "card.md", "\n".join(lines))
+    write_text(folder / "held_out.json", json.dumps(held_out, indent=1) + "\n")
+    write_text(folder / "curve.json", json.dumps(curve, indent=1) + "\n")
     figure, (axes,) = new_figure(size=(6.0, 3.4))
     for k in sorted({0, 1, 3, depth - 1} & set(range(depth))):
         axes.plot([c["step"] for c in curve], [c["overlap"][k] for c in curve], label=f"position {k + 1}")

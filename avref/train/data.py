@@ -7,17 +7,20 @@ layers, and at every position the target's most likely next tokens. The engine t
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from avref.config import SamplingParams
 from avref.engine import Request
+from avref.evidence.bench_setting import fingerprint
+from avref.files import differences, load_tensors, save_tensors, write_text
 from avref.packed import Layout
 
 TOP = 128  # target probabilities kept per position; the rest is folded into the normaliser
@@ -137,15 +140,34 @@ def record_texts(
 def build_shards(
     llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams, folder: Path, per_shard: int = 128
 ) -> None:
-    """Write the missing shards of sampled answers; a run that was stopped loses at most the one in progress."""
+    """Write the missing shards of sampled answers; a run that was stopped loses at most the one in progress.
+
+    Raises ValueError for a folder that holds shards of another target or of other layers.
+    """
+    _check_origin(llm, recorder.hidden_layers, folder)
     _build(folder, "shard", prompts, per_shard, lambda part: record(llm, recorder, part, params))
 
 
 def build_text_shards(
     llm: Any, hidden_layers: Sequence[int], texts: Sequence[str], folder: Path, per_shard: int = 256
 ) -> None:
-    """Write the shards of read texts that are missing."""
+    """Write the shards of read texts that are missing; ValueError as for `build_shards`."""
+    _check_origin(llm, hidden_layers, folder)
     _build(folder, "shard-text", texts, per_shard, lambda part: record_texts(llm, hidden_layers, part))
+
+
+def _check_origin(llm: Any, hidden_layers: Sequence[int], folder: Path) -> None:
+    """Note which target and layers the shards of a folder hold, or compare with the note."""
+    path, origin = folder / "origin.json", {"target": fingerprint(llm.model), "layers": list(hidden_layers)}
+    if not path.is_file():
+        write_text(path, json.dumps(origin) + "\n")
+        return
+    try:
+        changed = differences(json.loads(path.read_bytes()), origin)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{str(path)!r} is damaged ({error}): delete the folder, or use another one") from error
+    if changed:
+        raise ValueError(f"the shards in {str(folder)!r} hold something else ({changed}): use another folder")
 
 
 def _build(
@@ -155,12 +177,10 @@ def _build(
     per_shard: int,
     make: Callable[[Sequence[str]], dict[str, Tensor]],
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(tqdm(range(0, len(items), per_shard), desc=name, unit="shard")):
         path = folder / f"{name}-{number:03d}.safetensors"
         if not path.is_file():
-            save_file(make(items[start : start + per_shard]), path.with_suffix(".part"))
-            path.with_suffix(".part").replace(path)
+            save_tensors(make(items[start : start + per_shard]), path)
 
 
 class Sequences:
@@ -191,9 +211,17 @@ class Sequences:
 
     @classmethod
     def load(cls, *folders: Path, embedding: Any = None) -> Sequences:
-        """All shards in some folders."""
+        """All shards in some folders; RuntimeError for a damaged one."""
         paths = [path for folder in folders for path in sorted(folder.glob("shard-*.safetensors"))]
-        return cls((load_file(path) for path in paths), embedding)
+        remedy = "delete it, and the next run records it again"
+        return cls((load_tensors(path, remedy)[0] for path in paths), embedding)
+
+    def fingerprint(self) -> str:
+        """A hash of all token ids and of what is kept of their states: data that differ differ here."""
+        digest = hashlib.sha256(f"{self.prompt_lengths} {self.hidden[0].shape[1]}".encode())
+        for ids in self.ids:
+            digest.update(ids.numpy().data)
+        return digest.hexdigest()[:16]
 
     def keep_layers(self, recorded: Sequence[int], wanted: Sequence[int]) -> None:
         """Keep only the hidden states that a drafter reads (views where they lie behind one another)."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from avref.evidence.bench_setting import fingerprint
+from avref.files import differences, load_tensors, save_tensors, write_text
 from avref.train.blocks import Family, loss_and_overlap, make_batch
 from avref.train.data import Sequences
 
@@ -54,9 +57,10 @@ def learning_rate(s: Settings, step: int) -> float:
 def train(family: Family, target: Any, data: Sequences, folder: Path, s: Settings, validation: int = 64) -> nn.Module:
     """Train a drafter of a family on all but the last `validation` sequences.
 
-    Continues from `folder/checkpoint.safetensors` when it is there.
+    Continues from `folder/checkpoint.safetensors` when it is there; a run that is killed loses what came after its last
+    checkpoint. `steps` may be raised, which stretches the fall of the learning rate. Raises ValueError for a checkpoint
+    of another run, RuntimeError for a damaged one.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     vocabulary = target.get_output_embeddings().weight.shape[0]
     torch.manual_seed(s.seed)
     eos = [t for t in [target.config.eos_token_id] if isinstance(t, int)]
@@ -70,11 +74,12 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = s.dropout
-    start, seconds, curve = _resume(folder, model, optimiser)
+    validation = min(validation, len(data) // 8)
+    run = _run(family, target, data, s, validation)
+    start, seconds, curve = _resume(folder, model, optimiser, run, s.steps)
     to_draft = torch.full((vocabulary,), -1)
     to_draft[vocab_ids] = torch.arange(len(vocab_ids))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[vocab_ids].detach()
-    validation = min(validation, len(data) // 8)
     usable = [i for i in range(len(data) - validation) if len(data.hidden[i]) > data.prompt_lengths[i] + 1]
     held_out = make_batch(
         data, range(len(data) - validation, len(data)), 4, s.depth, to_draft, torch.Generator().manual_seed(1)
@@ -116,53 +121,61 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             )
             overlaps = " ".join(f"{x:.3f}" for x in held.tolist())
             tqdm.write(f"step {step + 1}: {seconds / 60:.1f} min, held-out loss {held_loss:.3f}, overlap {overlaps}")
-            _checkpoint(folder, model, optimiser, step + 1, seconds, curve)
-            (folder / "curve.json").write_text(json.dumps(curve))
+            write_text(folder / "curve.json", json.dumps(curve))  # first: behind a checkpoint it is never missing
+            _checkpoint(folder, model, optimiser, run=run, step=step + 1, seconds=seconds, curve=curve)
     return model.eval()
 
 
 def _take_over(model: nn.Module, folder: Path, vocab_ids: Tensor) -> Tensor:
     """Copy tensors of the same name and shape from a trained drafter; return the draft vocabulary to use."""
-    from safetensors.torch import load_file
-
     own = model.state_dict()
-    taken = {k: v for k, v in load_file(folder / "model.safetensors").items() if k in own and v.shape == own[k].shape}
+    stored, _ = load_tensors(folder / "model.safetensors", "give the folder of a trained drafter, or leave init out")
+    taken = {k: v for k, v in stored.items() if k in own and v.shape == own[k].shape}
     if not taken:
         raise ValueError(f"the drafter in {str(folder)!r} has no tensor in common with this one; start without init")
     model.load_state_dict({**own, **taken})
     return taken["vocab_ids"].long() if "vocab_ids" in taken else vocab_ids
 
 
-def _checkpoint(
-    folder: Path, model: nn.Module, optimiser: Any, step: int, seconds: float, curve: list[dict[str, Any]]
-) -> None:
-    from safetensors.torch import save_file
+def _run(family: Family, target: Any, data: Sequences, s: Settings, validation: int) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that continues from it."""
+    settings = {name: value for name, value in asdict(s).items() if name not in ("steps", "checkpoint_every")}
+    method = getattr(family, "__name__", type(family).__name__).rpartition(".")[2]
+    found = {"method": method, "target": fingerprint(target), "data": data.fingerprint(), "validation": validation}
+    return json.loads(json.dumps({**settings, **found}, default=str))
 
+
+def _checkpoint(folder: Path, model: nn.Module, optimiser: Any, **progress: Any) -> None:
     tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
     for i, state in optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{i}.{k}": v.clone() for k, v in state.items()}
-    save_file(
-        tensors,
-        folder / "checkpoint.part",
-        metadata={"progress": json.dumps({"step": step, "seconds": seconds, "curve": curve})},
-    )
-    (folder / "checkpoint.part").replace(folder / "checkpoint.safetensors")
+    save_tensors(tensors, folder / "checkpoint.safetensors", **progress)
 
 
-def _resume(folder: Path, model: nn.Module, optimiser: Any) -> tuple[int, float, list[dict[str, Any]]]:
+def _resume(
+    folder: Path, model: nn.Module, optimiser: Any, run: Mapping[str, Any], steps: int
+) -> tuple[int, float, list[dict[str, Any]]]:
+    """Load the checkpoint, if there is one -> steps and seconds done, and the curve."""
     path = folder / "checkpoint.safetensors"
     if not path.is_file():
         return 0, 0.0, []
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        progress = json.loads(file.metadata()["progress"])
-        tensors: dict[str, Tensor] = {k: file.get_tensor(k) for k in file.keys()}
-    model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+    tensors, progress = load_tensors(path, "delete it to train from the start")
+    remedy = "train into another folder, delete it to start anew, or go back to the settings of that run"
+    if "run" not in progress:
+        raise ValueError(f"{str(path)!r} does not say which run it belongs to: {remedy}")
+    if changed := differences(progress["run"], run):
+        raise ValueError(f"{str(path)!r} belongs to another run ({changed}): {remedy}")
+    if progress["step"] > steps:
+        raise ValueError(f"{str(path)!r} is at step {progress['step']}, beyond the {steps} asked for: {remedy}")
     state = optimiser.state_dict()
     for name, value in tensors.items():
         if name.startswith("optimiser."):
             _, index, key = name.split(".", 2)
             state["state"].setdefault(int(index), {})[key] = value
-    optimiser.load_state_dict(state)
+    try:
+        model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+        optimiser.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise ValueError(f"{str(path)!r} is of another version of this drafter ({first}): {remedy}") from error
     return progress["step"], progress["seconds"], progress["curve"]
