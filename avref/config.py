@@ -8,7 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
+
+from torch import nn
+
+from avref.models import choose_device
 
 METHODS = ("draft_model", "eagle", "mtp", "dflash", "dspark", "layer_skip", "ngram")
 BUDGET_RULES = ("lookahead", "stale", "early_stop", "retrospective")
@@ -25,7 +30,8 @@ def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+def whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless `value` is an integer from `low` to `high` (None: any above)."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         raise ValueError(
             f"{name} is {value!r}; it must be a whole number from {low}"
@@ -33,7 +39,8 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
         )
 
 
-def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+    """Raise ValueError unless `value` is a number from `low` to `high`, which NaN is not."""
     inside = (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -42,6 +49,18 @@ def _real(name: str, value: Any, low: float, high: float, open_low: bool = False
     )
     if not inside:  # NaN compares false, so it lands here too
         raise ValueError(f"{name} is {value!r}; it must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+
+
+def check_estimator(settings: Any, num_positions: int) -> None:
+    """Raise ValueError, which names the key, unless these are keyword arguments of `OnlineAcceptanceEstimator`."""
+    from avref.estimator import OnlineAcceptanceEstimator
+
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"estimator is {settings!r}; give a dictionary of its keyword arguments")
+    for key in settings:
+        one_of("an estimator key", key, [*inspect.signature(OnlineAcceptanceEstimator).parameters][1:])
+    choose_device(settings.get("device"))
+    OnlineAcceptanceEstimator(num_positions, **{**settings, "device": "cpu"})
 
 
 @dataclass(frozen=True)
@@ -62,17 +81,17 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        real("temperature", self.temperature, 0.0, 100.0)
+        real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        whole("top_k", self.top_k, 0, 2**31 - 1)
         one_of("ignore_eos", self.ignore_eos, (True, False))
-        _integer("max_tokens", self.max_tokens, 1)
+        whole("max_tokens", self.max_tokens, 1)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**63 - 1)
+            whole("seed", self.seed, 0, 2**63 - 1)
         if not isinstance(self.stop_token_ids, Collection) or isinstance(self.stop_token_ids, (str, bytes)):
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids, empty for none")
         for token in self.stop_token_ids:
-            _integer("a stop token id", token, 0)
+            whole("a stop token id", token, 0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,6 @@ class SpeculativeConfig:
     allow_lossy: bool = False
 
     def __post_init__(self) -> None:
-        from avref.estimator import OnlineAcceptanceEstimator
         from avref.features import FEATURES
 
         one_of("method", self.method, METHODS)
@@ -123,12 +141,10 @@ class SpeculativeConfig:
         one_of("budget_rule", self.budget_rule, BUDGET_RULES)
         for flag in ("enable_adaptive_verification", "adaptive_drafting", "allow_lossy"):
             one_of(flag, getattr(self, flag), (True, False))
-        _integer("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
-        _integer("probe_interval", self.probe_interval, 0)
-        if not isinstance(self.estimator, Mapping):
-            raise ValueError(f"estimator is {self.estimator!r}; give a dictionary of its keyword arguments")
-        for key in self.estimator:
-            one_of("an estimator key", key, [*inspect.signature(OnlineAcceptanceEstimator).parameters][1:])
+        whole("num_speculative_tokens", self.num_speculative_tokens, 1, 64)
+        whole("probe_interval", self.probe_interval, 0)
+        check_estimator(self.estimator, self.num_speculative_tokens)
+        self._check_model()
         self._check_confidence()
         lossy = [f"feature={self.feature!r}"] if not FEATURES[self.feature].lossless else []
         lossy += ["budget_rule='retrospective'"] if self.budget_rule == "retrospective" else []
@@ -138,18 +154,32 @@ class SpeculativeConfig:
                 "drawn token. Choose another, or pass allow_lossy=True for an experiment"
             )
 
-    def _check_confidence(self) -> None:
-        if self.confidence != "auto" and not self.enable_adaptive_verification:
+    def _check_model(self) -> None:
+        model, kinds = self.model, (str, Path, nn.Module)
+        if self.method == "ngram" and model is not None:
             raise ValueError(
-                f"confidence={self.confidence!r} decides which drafts are verified, and nothing is decided at a fixed "
-                "K; set enable_adaptive_verification=True, or leave confidence out"
+                f"speculative_config['model'] is {model!r}; method 'ngram' drafts from the request's own text "
+                "and takes no model: leave it out"
             )
+        if self.method == "layer_skip" or model is None:  # layer_skip: a number, which the target bounds
+            return
+        if not isinstance(model, kinds) or (isinstance(model, str) and not model.strip()):
+            raise ValueError(
+                f"speculative_config['model'] is {model!r}; give a folder, a hub id or a loaded drafter, or leave it "
+                "out for the one that is shipped"
+            )
+
+    def _check_confidence(self) -> None:
+        if not self.enable_adaptive_verification:
+            decide = ("confidence", "threshold", "feature", "budget_rule", "probe_interval", "estimator")
+            self.refuse_unread(decide, "a fixed K; set enable_adaptive_verification=True, or")
+            return
         if self.confidence not in DEFAULT_THRESHOLDS:
             self.refuse_unread(("threshold",), f"confidence={self.confidence!r}")
         else:
             self.refuse_unread(("budget_rule",), f"confidence={self.confidence!r}, which has no budget,")
         if self.threshold is not None:
-            _real("threshold", self.threshold, 0.0, 1.0)
+            real("threshold", self.threshold, 0.0, 1.0)
         if self.confidence not in ("auto", "estimator"):
             self.refuse_unread(ESTIMATOR_KEYS, f"confidence={self.confidence!r}")
 

@@ -64,7 +64,7 @@ class OnlineAcceptanceEstimator:
         shared_slope: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        _check_settings(num_positions, damping, ridge, refit_interval, step)
+        _check_settings(num_positions, damping, ridge, refit_interval, step, shared_slope)
         self.num_positions, self.shared_slope, self.step = num_positions, shared_slope, step
         self.damping, self.ridge, self.refit_interval = damping, ridge, refit_interval
         self.device = torch.device(device or "cpu")
@@ -273,10 +273,14 @@ class OnlineAcceptanceEstimator:
 
     def _checked(self, name: str, value: Any, shape: tuple[int, ...], *, lowest: float = -math.inf) -> Tensor:
         """A fresh float64 tensor of the shape, from numbers or one number for all."""
-        tensor = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+        wanted = "a finite number" + (f" or {list(shape)} of them" if shape else "")
+        expected = f"{name} is {value!r}; expected {wanted}{', at least 0' if lowest == 0 else ''}"
+        try:
+            tensor = torch.as_tensor(value, dtype=torch.float64, device=self.device).detach()
+        except (TypeError, ValueError, RuntimeError) as error:  # None, a text, a dictionary, rows of unequal length
+            raise ValueError(expected) from error
         if tensor.shape not in ((), shape) or not (tensor.isfinite() & (tensor >= lowest)).all():
-            wanted = "a finite number" + (f" or {list(shape)} of them" if shape else "")
-            raise ValueError(f"{name} is {value}; expected {wanted}{', at least 0' if lowest == 0 else ''}")
+            raise ValueError(expected)
         return tensor.expand(shape).clone()
 
 
@@ -288,16 +292,27 @@ _STATE = {
 _UNEQUAL = "replicas have unequal coefficients; start them alike and refit them together, on pooled sums"
 
 
-def _check_settings(num_positions: int, damping: float, ridge: float, refit_interval: int, step: str) -> None:
+def _check_settings(
+    num_positions: int, damping: float, ridge: float, refit_interval: int, step: str, shared_slope: bool
+) -> None:
     def is_count(x: object) -> bool:
         return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+    def is_number(x: object) -> bool:
+        return isinstance(x, (int, float)) and not isinstance(x, bool)
 
     for name, value, allowed, expected in (
         ("num_positions", num_positions, is_count(num_positions), "an integer of at least 1"),
         ("refit_interval", refit_interval, is_count(refit_interval), "an integer of at least 1"),
-        ("damping", damping, 0 <= damping < math.inf, "a finite number of drafts, at least 0"),
-        ("ridge", ridge, 0 < ridge < math.inf, "a finite number above 0 (it keeps the system solvable)"),
+        ("damping", damping, is_number(damping) and 0 <= damping < math.inf, "a finite number of drafts, at least 0"),
+        (
+            "ridge",
+            ridge,
+            is_number(ridge) and 0 < ridge < math.inf,
+            "a finite number above 0 (it keeps the system solvable)",
+        ),
         ("step", step, step in STEP_RULES, f"one of {', '.join(STEP_RULES)}"),
+        ("shared_slope", shared_slope, isinstance(shared_slope, bool), "True or False"),
     ):
         if not allowed:
             raise ValueError(f"{name} is {value!r}; expected {expected}")

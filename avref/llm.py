@@ -13,13 +13,15 @@ import torch
 from tqdm.auto import tqdm
 
 from avref import confidence, drafters, models
-from avref.config import SamplingParams, SpeculativeConfig
+from avref.config import SamplingParams, SpeculativeConfig, whole
 from avref.cost_table import CostTable
 from avref.engine import Engine, Request
 from avref.estimator import OnlineAcceptanceEstimator
 from avref.packed import PackedModel
 from avref.parity import check_parity
 from avref.stats import Stats
+
+DEFAULT_LEN, MOST_SEQS = 1024, 2**16
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ class LLM:
     `tokenizer`, unless prompts are token ids). speculative_config: a dictionary as in vLLM (see `SpeculativeConfig`);
     None is plain decoding. A loaded model keeps avref's attention; `packed.plain_attention(model)` gives Hugging Face's
     back for as long as it is open. device: None picks CUDA when there is one. dtype: "auto" is the fastest safe one.
-    max_num_seqs: R, requests running at once. max_model_len: prompt and output tokens of one request. cost_table:
-    milliseconds of a step; None profiles this machine at the first use (and keeps the result on disk). seed: for
-    requests without one of their own.
+    (Both are for a model loaded by name; a loaded one stays as it is.) max_num_seqs: R, requests running at once.
+    max_model_len: prompt and output tokens of one request (None: 1024, or the target's positions if it has fewer).
+    cost_table: milliseconds of a step; None profiles this machine at the first use (and keeps the result on disk).
+    seed: for requests without one of their own.
 
     Raises ValueError or RuntimeError, before any generation, for unknown settings, different tokenizers, and models
     that the packed forward does not reproduce.
@@ -65,18 +68,21 @@ class LLM:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 64,
-        max_model_len: int = 1024,
+        max_model_len: int | None = None,
         cost_table: CostTable | None = None,
         seed: int = 0,
         **model_kwargs: Any,
     ) -> None:
         self.config = SpeculativeConfig.from_dict(speculative_config)
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        whole("max_num_seqs", max_num_seqs, 1, MOST_SEQS)
+        whole("seed", seed, 0, 2**63 - 1)
+        if max_model_len is not None:
+            whole("max_model_len", max_model_len, 1)
+        if tokenizer is not None and not (hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode")):
+            raise ValueError(f"tokenizer is {tokenizer!r}; give a loaded Hugging Face tokenizer")
         named = isinstance(model, (str, Path))
-        if model_kwargs and not named:
-            raise ValueError(f"unknown arguments {', '.join(model_kwargs)}: extra ones are for loading a model by name")
+        if not named:
+            _check_loaded(model, device, dtype, model_kwargs)
         if named:
             self.device, self.name = models.choose_device(device), str(model)
             loaded_as = models.choose_dtype(dtype, self.device)
@@ -96,11 +102,7 @@ class LLM:
         target = PackedModel(self.model, max_num_seqs, self.max_model_len)
         drafter = drafters.load(self.config, self, max_num_seqs) if self.config else None
         adaptive = bool(self.config and self.config.enable_adaptive_verification)
-        if adaptive and cost_table is not None and cost_table.max_requests < max_num_seqs:
-            raise ValueError(
-                f"the cost table covers {cost_table.max_requests} requests, max_num_seqs is {max_num_seqs}; "
-                "profile up to that many (python -m avref profile --max-num-seqs) or lower max_num_seqs"
-            )
+        self._check_costs(cost_table, max_num_seqs)
         estimator = None
         if adaptive and self.config and confidence.resolve(self.config, drafter) == "estimator":
             estimator = OnlineAcceptanceEstimator(
@@ -127,7 +129,8 @@ class LLM:
         return self.engine.cost_table
 
     @cost_table.setter
-    def cost_table(self, table: CostTable) -> None:
+    def cost_table(self, table: CostTable | None) -> None:
+        self._check_costs(table, self.engine.max_num_seqs)
         self.engine.cost_table = table
 
     # ---- generation ----
@@ -281,13 +284,41 @@ class LLM:
         flat = [t for c in configured for t in (c if isinstance(c, (list, tuple)) else [c])]
         return frozenset(t for t in flat if t is not None)
 
-    def _check_length(self, max_model_len: int) -> int:
+    def _check_costs(self, table: Any, max_num_seqs: int) -> None:
+        if table is None:
+            return
+        if not isinstance(table, CostTable):
+            raise ValueError(f"cost_table is {table!r}; give a CostTable, or None to profile this machine")
+        if self.config is None or not self.config.enable_adaptive_verification:
+            return
+        deepest = table.draft_ms.shape[1] - 1 if table.draft_ms.ndim == 2 else MOST_SEQS  # one depth stands for all
+        for what, covered, name, value in (
+            ("requests", table.max_requests, "max_num_seqs", max_num_seqs),
+            ("drafts", deepest, "num_speculative_tokens", self.config.num_speculative_tokens),
+        ):
+            if covered < value:
+                raise ValueError(
+                    f"the cost table covers {covered} {what}, {name} is {value}; profile up to that many "
+                    f"(python -m avref profile --{name.replace('_', '-')}) or lower {name}"
+                )
+
+    def _check_length(self, max_model_len: int | None) -> int:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if max_model_len is None:
+            return min(DEFAULT_LEN, limit or DEFAULT_LEN)
         if limit is not None and max_model_len > limit:
             raise ValueError(
                 f"max_model_len={max_model_len} is beyond the {limit} positions of {self.name}; pass at most {limit}"
             )
         return max_model_len
+
+
+def _check_loaded(model: Any, device: Any, dtype: Any, model_kwargs: Mapping[str, Any]) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "get_output_embeddings"):
+        raise ValueError(f"model is {type(model).__name__}; give a name, a folder, or a loaded Hugging Face causal LM")
+    given = [*model_kwargs, *(["device"] if device is not None else []), *(["dtype"] if dtype != "auto" else [])]
+    if given:
+        raise ValueError(f"{', '.join(given)} given with a loaded model: these are for loading a model by name")
 
 
 def _ids(prompt: Sequence[Any]) -> list[int]:

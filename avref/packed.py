@@ -6,15 +6,16 @@ and values into the request's row of a `KVCache`, and makes one call per layer f
 longest chunk, keys to the longest context; both are masked, never computed in a linear layer). Rollback of a rejected
 draft is a shorter length: stale keys lie beyond every later query's position until they are overwritten.
 
-The hook is transformers' `AttentionInterface`: an attention function registered by name receives unknown keyword
-arguments of the model call untouched. No mask function of that name is registered, so the model builds no mask of its
-own and `packed_attention` alone is responsible for causality; `parity.check_parity` proves it at load time.
+The hook is transformers' `AttentionInterface`: an attention function registered by name. No mask function of that name
+is registered, so the model builds no mask of its own and `packed_attention` alone is responsible for causality;
+`parity.check_parity` proves it at load time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,10 @@ class KVCache:
                 keys[target], values[target] = keys[source], values[source]
 
 
+# What the forward in progress works on. Not a keyword of the model's call: some models of older releases drop those.
+_BATCH: ContextVar[tuple[KVCache, Layout] | None] = ContextVar("avref batch", default=None)
+
+
 def packed_attention(
     module: Any,  # the attention layer; `layer_idx` says which
     query: Tensor,  # [1, H, T, D]
@@ -133,18 +138,18 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    avref_batch: tuple[KVCache, Layout] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over each request's own cached context -> ([1, T, H, D], None).
 
     The signature is the one that `AttentionInterface` asks for.
     """
-    if avref_batch is None or attention_mask is not None or kwargs.get("s_aux") is not None:
+    batch = _BATCH.get()
+    if batch is None or attention_mask is not None or kwargs.get("s_aux") is not None:
         raise RuntimeError(
             "packed attention serves packed forwards without a mask or attention sinks; this model needs another path"
         )
-    cache, layout = avref_batch
+    cache, layout = batch
     keys, values = cache.update(module.layer_idx, layout, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return attend(query[0].transpose(0, 1), keys, values, layout, scaling, sliding_window, softcap)[None], None
 
@@ -213,14 +218,17 @@ class PackedModel:
         """
         if self.model.config._attn_implementation != ATTENTION:
             self.model.set_attn_implementation(ATTENTION)
-        out = self.model(
-            input_ids=ids[None],
-            position_ids=layout.position[None],
-            use_cache=False,
-            logits_to_keep=0 if logit_rows is None else logit_rows,
-            output_hidden_states=bool(hidden_layers),
-            avref_batch=(self.cache, layout),
-        )
+        token = _BATCH.set((self.cache, layout))
+        try:
+            out = self.model(
+                input_ids=ids[None],
+                position_ids=layout.position[None],
+                use_cache=False,
+                logits_to_keep=0 if logit_rows is None else logit_rows,
+                output_hidden_states=bool(hidden_layers),
+            )
+        finally:
+            _BATCH.reset(token)
         hidden = torch.cat([out.hidden_states[i][0] for i in hidden_layers], dim=-1) if hidden_layers else None
         return out.logits[0], hidden
 
@@ -229,7 +237,9 @@ class PackedModel:
 def plain_attention(model: Any) -> Iterator[Any]:
     """Inside, the model is an ordinary Hugging Face model again (for `generate` and as the parity reference)."""
     before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", True) else "eager")
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)  # older releases' sdpa drops it
+    eager = softcap is not None or not getattr(model, "_supports_sdpa", True)
+    model.set_attn_implementation("eager" if eager else "sdpa")
     try:
         yield model
     finally:

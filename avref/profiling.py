@@ -14,7 +14,8 @@ import platform
 import random
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from avref.llm import LLM
 
 CONTEXT, REPEATS = 128, 3
+MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -93,7 +95,9 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
 
     R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request, and 1, K/2 and K
-    positions drafted; each point is the median over `repeats`. Raises ValueError when the LLM has no drafter.
+    positions drafted; each point is the median over at least `repeats` rounds, more where steps are short: a wrong
+    order of neighbouring points is what spoils decisions at small batches. Raises ValueError when the LLM has no
+    drafter.
     """
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
@@ -136,9 +140,8 @@ def _measure(
     verify: dict[int, list[float]] = {k: [] for k in range(depth + 1)}
     order = random.Random(0)
     kinds = [(depth, k) for k in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
-    jobs = [(repeat, *kind) for repeat in range(repeats + 1) for kind in order.sample(kinds, len(kinds))]
     fits = 0  # steps that the requests still have room for
-    for repeat, drafted, k in jobs:
+    for repeat, (drafted, k) in _rounds(kinds, order, repeats):
         if fits == 0:
             fits = _refill(engine, llm, num_requests, depth, context)
         engine.override, engine.fixed_depth = _at_most(k), drafted
@@ -153,6 +156,16 @@ def _measure(
         if drafted == depth:
             verify[k].append(step["verify"] + step["sample"] + step["other"])
     return draft, verify
+
+
+def _rounds(kinds: list[tuple[int, int]], order: random.Random, repeats: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(round, kind) of what to time: a warm-up round 0, `repeats` rounds, and more while they take little time."""
+    began = time.perf_counter()
+    for repeat in range(1 + max(repeats, MOST_REPEATS)):
+        if repeat > repeats and time.perf_counter() - began > ENOUGH_S:
+            return
+        for kind in order.sample(kinds, len(kinds)):
+            yield repeat, kind
 
 
 def _at_most(k: int) -> Callable[[int], int]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from avref.config import DEFAULT_THRESHOLDS, SpeculativeConfig
+from avref import confidence, drafters
+from avref.config import DEFAULT_THRESHOLDS, SpeculativeConfig, one_of, whole
 from avref.drafters import weights
 from avref.models import DEFAULT_TARGET
 
@@ -40,6 +41,7 @@ VLLM_ESTIMATOR: dict[str, Any] = {
     "shared_slope": True,
 }
 """vLLM's constants, under the names of `OnlineAcceptanceEstimator`; no key changes them there."""
+VLLM_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 HUB_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PLACEHOLDER = "<draft_model>"
 _EXAMPLE = """'{"budget_rule": "stale"}'"""
@@ -99,6 +101,11 @@ def vllm_args(
     config = SpeculativeConfig.from_dict(config)
     if not isinstance(model, (str, Path)) or not str(model) or str(model).startswith("-"):
         raise ValueError(f"model is {model!r}; give the target's hub id or folder")
+    for flag, number in (("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
+        if number is not None:
+            whole(flag, number, 1)
+    if dtype is not None:
+        one_of("dtype", dtype, VLLM_DTYPES)
     notes, differences, speculative = [], [], None
     name = str(model)
     if name == DEFAULT_TARGET:
@@ -119,12 +126,20 @@ def vllm_args(
 def parse_settings(text: str) -> dict[str, Any]:
     """Keys of a `speculative_config` from JSON; ValueError for text that is no JSON object."""
     try:
-        settings = json.loads(text)
+        settings = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"settings is {text!r}, which is no JSON ({error}); give for instance " + _EXAMPLE) from None
     if not isinstance(settings, dict):
         raise ValueError(f"settings is {text!r}; give a JSON object such as " + _EXAMPLE)
     return settings
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"settings gives {name!r} twice; give each key once")
+    return dict(pairs)
 
 
 def _speculative(config: SpeculativeConfig) -> tuple[dict[str, Any], list[str]]:
@@ -134,6 +149,8 @@ def _speculative(config: SpeculativeConfig) -> tuple[dict[str, Any], list[str]]:
             f"method is {config.method!r}, which vLLM does not have (here the target's own first layers draft); "
             f"allowed are {', '.join(map(repr, VLLM_METHODS))}"
         )
+    if config.enable_adaptive_verification:
+        confidence.resolve(config, drafters.family(config.method))  # what a drafter of this family can offer
     drafter, notes = _drafter(config)
     values = {"model": drafter, **{key: getattr(config, key) for key in VLLM_KEYS[1:]}}
     if config.method == "ngram":  # one-hot drafts without logits

@@ -35,9 +35,17 @@ PICTURE = """async () => {
 
 
 @pytest.fixture
-def lab(tmp_path):
-    """The address of a JupyterLab over a copy of the notebooks, with settings, token and kernels of its own."""
+def chromium():
+    """The path of a Chromium; skipped, with the remedy, where something is missing."""
+    pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
     pytest.importorskip("jupyterlab", reason="JupyterLab is not installed: pip install jupyterlab")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return found or pytest.skip("no Chromium on the PATH: apt-get install chromium")
+
+
+@pytest.fixture
+def lab(tmp_path, chromium):
+    """The address of a JupyterLab over a copy of the notebooks, with settings, token and kernels of its own."""
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
     for name, settings in SETTINGS.items():
         path = tmp_path / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
@@ -72,20 +80,21 @@ def _address(server, folder, seconds=60):
 
 
 @pytest.fixture
-def page():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install playwright")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium on the PATH: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
+def page(lab, chromium):  # after the server, so that it is closed before it
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser.new_page(viewport={"width": 1200, "height": 1000})
+        page = browser.new_page(viewport={"width": 1200, "height": 1000})
+        yield page
+        (ROOT / ".browser").mkdir(exist_ok=True)
+        page.screenshot(path=ROOT / ".browser" / "03_irls.png")  # after a failure too
         browser.close()
 
 
-def test_the_damping_slider_redraws_its_picture_in_jupyterlab(page, lab):
+def test_the_damping_slider_redraws_its_picture_in_jupyterlab(lab, page):
     page.goto(f"{lab}doc/tree/03_irls.ipynb?token=a-token", timeout=90_000)
-    page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status='idle']", timeout=90_000)
+    page.get_by_text("(ipykernel) | Idle").wait_for(timeout=90_000)  # before, the menu's command does nothing
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
     page.wait_for_function(RUN, timeout=240_000, polling=500)  # not at every frame
@@ -97,12 +106,13 @@ def test_the_damping_slider_redraws_its_picture_in_jupyterlab(page, lab):
     assert "50" in slider.inner_text()
     slider.locator(".noUi-handle").focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function(f"async before => await ({PICTURE})() !== before", arg=before, timeout=30_000, polling=500)
+    deadline = time.monotonic() + 60
+    while page.evaluate(PICTURE) == before:
+        assert time.monotonic() < deadline, "the picture stays the same"
+        page.wait_for_timeout(200)
     assert "100" in slider.inner_text()
 
     slider.scroll_into_view_if_needed()
-    (ROOT / ".browser").mkdir(exist_ok=True)
-    page.screenshot(path=ROOT / ".browser" / "03_irls.png")
     assert page.locator(".jp-OutputArea-output img").count() == pictures  # replaced, not stacked
     assert page.locator(ERRORS).all_inner_texts() == []
     assert "nats per draft" in page.locator(".widget-html", has_text="excess log-loss").inner_text()

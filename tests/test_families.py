@@ -7,6 +7,7 @@ shorter than the prompts of the check. The oracle is the unmodified Hugging Face
 from __future__ import annotations
 
 import copy
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt_oss": ({"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, "attention sinks"),
     "mamba": ({}, "0 of 2 layers.*recurrent"),
     "rwkv": ({"attention_hidden_size": 32}, "0 of 2 layers.*recurrent"),
-    "bamba": ({"attn_layer_indices": [1], **CONV}, "1 of 2 layers.*recurrent"),
+    "bamba": ({"attn_layer_indices": [1], **CONV}, "1 of 2 layers.*recurrent|without a mask"),
     "lfm2": ({"layer_types": ["conv", "full_attention"], "block_dim": 32}, "1 of 2 layers.*recurrent"),
 }
 
@@ -70,6 +71,10 @@ def make(family: str, **changes: Any) -> Any:
 def test_served(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In three precisions; and a mask that looks ahead is noticed, so the family's attention does count."""
     model = make(family, **SERVED[family])
+    if family == "opt" and version("transformers") < "5.1":  # it built a mask of its own
+        with pytest.raises(RuntimeError, match="without a mask"):
+            check_parity(model)
+        return
     assert check_parity(model) < 1e-5
     assert check_parity(copy.deepcopy(model).bfloat16()) < LIMITS[torch.bfloat16]
     half = copy.deepcopy(model).half()

@@ -67,9 +67,9 @@ def ratios(S, capacities, costs):
 
 
 @fixed
-@given(c=row_of(st.one_of(PROBABILITY, st.just(np.nan)), 3, 6), half=st.booleans())
-def test_survival_never_rises_stays_below_every_confidence_and_keeps_nan(c, half):
-    c = torch.from_numpy(c).to(torch.float32 if half else torch.float64)
+@given(c=row_of(st.one_of(PROBABILITY, st.just(np.nan)), 3, 6), single=st.booleans())
+def test_survival_never_rises_stays_below_every_confidence_and_keeps_nan(c, single):
+    c = torch.from_numpy(c).to(torch.float32 if single else torch.float64)
     S = survival(c)
     for row, got in zip(c, S, strict=True):
         known = int(row.isnan().int().cumsum(0).eq(0).sum())  # positions before the first NaN

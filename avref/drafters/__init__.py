@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from avref.config import SpeculativeConfig
 from avref.drafters.base import Drafter, DraftProposal
@@ -25,7 +25,12 @@ CLASSES = {
 }
 
 
+def family(method: str) -> Any:
+    """The class whose `load` makes a method's drafter."""
+    module, name = CLASSES[method].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def load(config: SpeculativeConfig, llm: LLM, max_rows: int) -> Drafter:
     """The drafter of `config.method` for this target, with cache rows for `max_rows` requests."""
-    module, name = CLASSES[config.method].split(":")
-    return cast(Drafter, getattr(importlib.import_module(module), name).load(config, llm, max_rows))
+    return cast(Drafter, family(config.method).load(config, llm, max_rows))

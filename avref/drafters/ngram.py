@@ -81,12 +81,6 @@ class NGram:
 
     @classmethod
     def load(cls, config: SpeculativeConfig, llm: LLM, max_rows: int) -> NGram:
-        """The drafter of `config`; ValueError when that names a model, for there is none to load."""
-        if config.model is not None:
-            raise ValueError(
-                f"speculative_config['model'] is {config.model!r}; method 'ngram' drafts from the request's own text "
-                "and takes no model: leave it out"
-            )
         return cls(max_rows, llm.max_model_len)
 
     def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
