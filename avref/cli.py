@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,10 @@ _MODEL: Options = {"--model": {"default": "smollm2", "help": "target: smollm2, a
 _PAIR: Options = {
     **_MODEL,
     "--method": {"default": "dflash", "help": "drafter family"},
-    "--drafter": {"help": "drafter folder or hub id (default: the one shipped for smollm2)"},
+    "--drafter": {
+        "type": lambda text: int(text) if text.isdecimal() else text,
+        "help": "drafter folder or hub id, layers of layer_skip (default: the one shipped for smollm2)",
+    },
 }
 _MACHINE: Options = {**_PAIR, "--device": {}, "--dtype": {"default": "auto"}}
 
@@ -27,10 +31,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
+        _check_output(arguments)
         return int(arguments.run(arguments) or 0)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print(f"avref: error: {error}", file=sys.stderr)
         return 2
+
+
+def _check_output(a: argparse.Namespace) -> None:
+    """Raise ValueError where the command could not write its result, before it does hours of work for it."""
+    output = getattr(a, "output", None)
+    if output is None:
+        return
+    is_file = a.run in (_profile, _selfcheck, _trace)
+    if is_file and output.is_dir():
+        raise ValueError(f"--output is {str(output)!r}, which is a folder; give the name of a file")
+    nearest = output.absolute().parent if is_file else output.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"--output is {str(output)!r}, but {str(nearest)!r} is no folder that can be written")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests running at once")
     add("--repeats", type=int, default=3)
     add("--max-tokens", type=int, default=32, help="tokens per request")
+    add("--max-model-len", type=int, default=512, help="tokens of a prompt and its answer")
     add("--output", type=Path, default=Path("."), help="folder for quickstart.json and figures/")
 
     add = command("generate", _generate, "answer one prompt with adaptive verification")
@@ -173,12 +194,12 @@ def _profile(a: argparse.Namespace) -> None:
 
     llm = LLM(a.model, _speculative(a), device=a.device, dtype=a.dtype, max_num_seqs=a.max_num_seqs)
     table = profiling.load_or_profile(llm, context=a.context, again=True)
-    if a.output:
-        table.save(a.output)
     for what, size in (("verify", "tokens"), ("draft", "depth")):
         print(f"requests  {size:>6}  {what} ms")
         for requests, number, ms in table.metadata[f"{what}_points"]:
             print(f"{requests:8d}  {number:6d}  {ms:{len(what) + 3}.1f}")
+    if a.output:
+        table.save(a.output)
 
 
 def _selfcheck(a: argparse.Namespace) -> int:
@@ -222,6 +243,8 @@ def _trace(a: argparse.Namespace) -> None:
     size = f"{len(trace):,} offsets of {len(trace.num_tokens)} answers, {path.stat().st_size / 1e6:.1f} MB"
     print(f"wrote {path}: {size}; overlap by position")
     for name in (None, *trace.header["workloads"]):
+        if name and not trace.answers_of(name).size:
+            continue  # few offsets may not reach every workload
         row = traces.overlap_by_position(trace, name)[0]
         print(f"{name or 'all':>14}  " + " ".join(f"{x:.3f}" for x in row))
 
@@ -230,7 +253,10 @@ def _vllm_args(a: argparse.Namespace) -> None:
     from avref.vllm_args import parse_settings, vllm_args
 
     own = {"draft_sample_method": a.draft_sample_method, "enable_adaptive_verification": not a.fixed}
-    made = _call(vllm_args, a, config=_speculative(a, **(own | parse_settings(a.settings))))
+    settings = parse_settings(a.settings)
+    for key in (_speculative(a) | own).keys() & settings.keys():
+        raise ValueError(f"--settings has {key!r}, which has an option of its own; use that")
+    made = _call(vllm_args, a, config=_speculative(a, **own, **settings))
     print(made)
     print(made.report(), file=sys.stderr)
 

@@ -16,6 +16,7 @@ from torch import nn
 from avref.models import choose_device
 
 METHODS = ("draft_model", "eagle", "mtp", "dflash", "dspark", "layer_skip", "ngram")
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 BUDGET_RULES = ("lookahead", "stale", "early_stop", "retrospective")
 CONFIDENCES = ("auto", "estimator", "head", "q_max", "threshold", "stop_head")
 DEFAULT_THRESHOLDS = {"threshold": 0.4, "stop_head": 0.7}
@@ -51,14 +52,21 @@ def real(name: str, value: Any, low: float, high: float, open_low: bool = False)
         raise ValueError(f"{name} is {value!r}; it must be a number in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
-def check_estimator(settings: Any, num_positions: int) -> None:
-    """Raise ValueError, which names the key, unless these are keyword arguments of `OnlineAcceptanceEstimator`."""
+def check_estimator_keys(settings: Any) -> None:
+    """Raise ValueError unless this is a dictionary of keyword arguments that `OnlineAcceptanceEstimator` has."""
     from avref.estimator import OnlineAcceptanceEstimator
 
     if not isinstance(settings, Mapping):
         raise ValueError(f"estimator is {settings!r}; give a dictionary of its keyword arguments")
     for key in settings:
         one_of("an estimator key", key, [*inspect.signature(OnlineAcceptanceEstimator).parameters][1:])
+
+
+def check_estimator(settings: Any, num_positions: int) -> None:
+    """Raise ValueError, which names the key, for keyword arguments that `OnlineAcceptanceEstimator` refuses."""
+    from avref.estimator import OnlineAcceptanceEstimator
+
+    check_estimator_keys(settings)
     choose_device(settings.get("device"))
     OnlineAcceptanceEstimator(num_positions, **{**settings, "device": "cpu"})
 
@@ -135,7 +143,7 @@ class SpeculativeConfig:
         from avref.features import FEATURES
 
         one_of("method", self.method, METHODS)
-        one_of("draft_sample_method", self.draft_sample_method, ("probabilistic", "greedy"))
+        one_of("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         one_of("confidence", self.confidence, CONFIDENCES)
         one_of("feature", self.feature, tuple(FEATURES))
         one_of("budget_rule", self.budget_rule, BUDGET_RULES)

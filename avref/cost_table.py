@@ -168,15 +168,21 @@ class CostTable:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
             version, content = document["schema_version"], document["table"]
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is not a complete cost table ({error!r}): {advice}") from None
         if version != SCHEMA_VERSION:
             raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: {advice}")
         if document.get("sha256") != _checksum(content):
             raise ValueError(f"{path} was altered after it was written, its checksum does not match: {advice}")
-        width = content["max_tokens"] + 1
-        rows = [row + [np.nan] * (width - len(row)) for row in content["verify_ms"]]
-        return cls(content["draft_ms"], rows if content["by_requests"] else rows[0], metadata=content["metadata"])
+        try:
+            rows = content["verify_ms"]
+            width = max(map(len, rows))
+            if content["max_tokens"] != width - 1:
+                raise ValueError(f"max_tokens is {content['max_tokens']}, its rows hold {width - 1}")
+            rows = [row + [np.nan] * (width - len(row)) for row in rows]
+            return cls(content["draft_ms"], rows if content["by_requests"] else rows[0], metadata=content["metadata"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no cost table ({error}): {advice}") from error
 
 
 def _table(values: npt.ArrayLike, name: str) -> Floats:

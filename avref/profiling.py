@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from avref import models
-from avref.config import SamplingParams
+from avref.config import SamplingParams, whole
 from avref.cost_table import CostTable
 from avref.engine import Engine, Request
 from avref.estimator import OnlineAcceptanceEstimator
@@ -102,7 +102,10 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
     depth, limit = llm.config.num_speculative_tokens, llm.engine.max_num_seqs
-    context = max(1, min(context, llm.max_model_len - 4 * (depth + 1)))
+    room = llm.max_model_len - 4 * (depth + 1)
+    if context != CONTEXT:  # the usual one is cut to what a small target has room for
+        whole("context", context, 1, room)
+    context = max(1, min(context, room))
     print(
         f"avref: profiling the cost table, up to {limit} requests of {context} tokens, {repeats} repeats",
         file=sys.stderr,

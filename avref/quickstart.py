@@ -16,6 +16,8 @@ from tqdm.auto import tqdm
 
 from avref import arms, profiling, workloads
 from avref.arms import Run
+from avref.config import METHODS, one_of
+from avref.evidence.bench_setting import check_room
 from avref.files import write_text
 from avref.llm import LLM
 
@@ -50,7 +52,8 @@ def quickstart(
 
     The result holds `rows` (one per arm and concurrency), `cold`, `warm_up`, `estimator`, `settings`, `machine` and
     `cost_table`. Each repeat has prompts of its own from the mix of the five workloads; every arm decodes the same
-    prompts with the same seeds. Medians over repeats, with the lowest and the highest.
+    prompts with the same seeds. Medians over repeats, with the lowest and the highest. `estimator` is None for n-grams,
+    which keep their own record.
     """
     for name, value, least in (
         ("repeats", repeats, 1),
@@ -59,7 +62,10 @@ def quickstart(
     ):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+    one_of("method", method, METHODS)
     base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
+    prompts = base.prompt_ids(workloads.mix())
+    check_room(base, prompts, max_tokens)
     llms = make_arms(base, method, drafter, max(concurrency))
     adaptive = llms["adaptive-7"]
     adaptive.cost_table = profiling.load_or_profile(adaptive)
@@ -71,7 +77,6 @@ def quickstart(
     started = time.perf_counter()
     warm_steps = arms.warm_up(adaptive, warm, max_tokens, together, arms.WARMUP_INTERVAL)
     warm_s = time.perf_counter() - started
-    prompts = base.prompt_ids(workloads.mix())
     jobs = [(r, c, name) for r in range(repeats) for c in concurrency for name in arms.rotate(list(llms), r)]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
@@ -79,8 +84,7 @@ def quickstart(
         own = arms.chosen(prompts, count, repeat), arms.params(count, max_tokens, 1000 * repeat)
         runs.setdefault((c, name), []).append(arms.measure(llms[name], *own, c))
     plain = {c: [run.tokens_per_s for run in runs[c, "none"]] for c in concurrency}
-    estimator = adaptive.estimator
-    assert adaptive.cost_table is not None and estimator is not None
+    assert adaptive.cost_table is not None
     return {
         "rows": [arms.row(c, name, runs[c, name], plain[c]) for c in concurrency for name in llms],
         "cold": arms.row(together, "adaptive-7", [cold_run], None),
@@ -129,14 +133,19 @@ def table(result: dict[str, Any]) -> str:
             "",
             "acceptance by position, accepted / graded:",
             *shares,
-            f"estimator: {est['refits']} refits in all, slope {est['slope']:.3f}, intercepts "
-            + " ".join(f"{b:+.2f}" for b in est["intercepts"]),
-            f"  warmed up on the warm-up prompts: {w['refits']} refits of {w['refit_interval']} steps, "
-            f"{w['seconds']:.0f} s",
+            *_fitted(est),
+            f"  warmed up on the warm-up prompts: {w['steps']} steps, {w['seconds']:.0f} s",
             f"  cold (before any refit, {cold['concurrency']} requests): {cold['tokens_per_s']:.0f} tokens/s, "
             f"{cold['verified_per_step']:.1f} drafts verified per step",
         ]
     )
+
+
+def _fitted(estimator: dict[str, Any] | None) -> list[str]:
+    if estimator is None:
+        return ["no estimator: the drafter's own record is the confidence"]
+    intercepts = " ".join(f"{b:+.2f}" for b in estimator["intercepts"])
+    return [f"estimator: {estimator['refits']} refits in all, slope {estimator['slope']:.3f}, intercepts {intercepts}"]
 
 
 def save(result: dict[str, Any], folder: Path) -> list[Path]:

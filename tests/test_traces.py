@@ -341,7 +341,7 @@ def test_what_cannot_be_recorded_is_refused(target: Any, drafters: dict[str, Any
         traces.record(llm, {"none": []}, WARM)
     with pytest.raises(ValueError, match="offsets is 0"):
         traces.record(llm, PROMPTS, WARM, offsets=0)
-    with pytest.raises(ValueError, match="nothing to draft"):
+    with pytest.raises(ValueError, match="max_tokens is 1; it must be a whole number from 2"):
         traces.record(llm, PROMPTS, WARM, max_tokens=1)
 
 
@@ -583,7 +583,7 @@ def test_policies_that_a_trace_cannot_judge_are_refused(wide: dict[str, Trace]) 
         Replay(wide["dflash"], COSTS, Policy.fixed(5), num_requests=2)
     with pytest.raises(ValueError, match="covers 1 to 64"):
         Replay(wide["dflash"], COSTS, Policy.fixed(2), num_requests=65)
-    with pytest.raises(ValueError, match="answers is empty"):
+    with pytest.raises(ValueError, match=r"answers is .*at least one index"):
         Replay(wide["dflash"], COSTS, Policy.fixed(2), num_requests=2).run(answers=[])
 
 

@@ -44,7 +44,8 @@ def test_the_command_of_the_article():
 @pytest.mark.parametrize("method", VLLM_METHODS)
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_what_is_read_back_is_what_was_configured(method, adaptive):
-    config = {**CONFIG, "method": method, "enable_adaptive_verification": adaptive}
+    model = None if method == "ngram" else "org/drafter"
+    config = {**CONFIG, "method": method, "model": model, "enable_adaptive_verification": adaptive}
     made = vllm_args(config, "org/target", max_num_seqs=32, max_model_len=2048, dtype="float16")
     words = read_back(str(made))
     found = flags(words)
@@ -123,7 +124,7 @@ def test_our_defaults_differ_in_four_settings_and_these_bring_vllm_s_back():
         ({"budget_rule": "early_stop"}, "budget_rule"),
         ({"probe_interval": 8}, "probe_interval"),
         ({"estimator": {"step": "newton", "damping": 20.0}}, "estimator"),
-        ({"estimator": {"step": "newton", "intercept": torch.tensor([0.1, 0.2])}}, "estimator"),
+        ({"estimator": {"step": "newton", "intercept": torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])}}, "estimator"),
     ],
 )
 def test_every_setting_of_ours_is_listed(settings, key):

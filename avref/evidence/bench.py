@@ -21,7 +21,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from avref import arms, profiling, workloads
-from avref.config import one_of
+from avref.config import METHODS, one_of
 from avref.cost_table import CostTable
 from avref.evidence import bench_report, bench_setting, outside
 from avref.evidence.bench_plan import BLOCKS, CONCURRENCY, TOP_P, TUNING, Arm, Plan, Unit
@@ -176,8 +176,11 @@ def bench(
     ):
         if not values or min(values) < least:
             raise ValueError(f"{name} is {list(values)}; it must be at least {least}")
+    blocks = tuple(dict.fromkeys(blocks))
     for block in blocks:
         one_of("a block", block, BLOCKS)
+    for name in (method, *(drafters or ())):
+        one_of("a method", name, METHODS)
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes is {minutes}; give a positive number, or leave it out for no limit")
     texts = bench_setting.halves(prompts)
@@ -185,9 +188,11 @@ def bench(
     found = dict(drafters) if drafters is not None else bench_setting.shipped(base.name)
     found[method] = drafter if drafter is not None else found.get(method)
     depths = {name: bench_setting.depth_of(name, value, depth) for name, value in found.items()}
-    plan = Plan(method, found, depths, list(texts.reported), sorted(set(concurrency)), repeats, tuple(blocks))
+    plan = Plan(method, found, depths, list(texts.reported), sorted(set(concurrency)), repeats, blocks)
     ids = bench_setting.token_ids(base, texts, max_tokens)
     settings = bench_setting.settings(base, plan, max_tokens, texts)
+    if drafter is not None or {"concurrency", "workloads"} & set(blocks):
+        arms.build(base, arms.speculative(method, found[method], depths[method], adaptive=True), 1)  # it can be loaded
     journal = Journal(folder / "bench.jsonl", settings)
     if journal.begun:
         for table in (folder / "cost-tables").glob("*.json"):

@@ -50,13 +50,18 @@ def token_ids(base: LLM, texts: Halves, max_tokens: int) -> dict[str, list[list[
     ids = {name: base.prompt_ids(own) for name, own in texts.reported.items()}
     ids[MIX] = _in_turn([ids[name] for name in texts.reported])
     ids[TUNING] = _in_turn([base.prompt_ids(own) for own in texts.tuning.values()])
-    longest = max(len(p) for own in ids.values() for p in own)
+    check_room(base, [p for own in ids.values() for p in own], max_tokens)
+    return ids | dict.fromkeys(TOP_P, ids[MIX])
+
+
+def check_room(base: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """Raise ValueError when a prompt and its answer are longer than the LLM's `max_model_len`."""
+    longest = max(map(len, prompts))
     if longest + max_tokens > base.max_model_len:
         raise ValueError(
             f"the longest prompt has {longest} tokens; with answers of {max_tokens} that is beyond "
             f"max_model_len={base.max_model_len}: raise it to {longest + max_tokens}, or shorten the prompts"
         )
-    return ids | dict.fromkeys(TOP_P, ids[MIX])
 
 
 def _in_turn(lists: Sequence[list[list[int]]]) -> list[list[int]]:

@@ -33,6 +33,8 @@ class GPU:
     bandwidth: float
 
 
+LARGEST = 2**27
+"""Entries of the largest table that a roofline makes, a gigabyte."""
 GPUS: Mapping[str, GPU] = {
     # NVIDIA's data sheets, dense figures (those "with sparsity" are twice as high). T4: 256-bit GDDR6 at 10 Gbit/s.
     "T4": GPU(65e12, 320e9),  # FP16; it has no bfloat16
@@ -132,8 +134,12 @@ def roofline(
         return 1e3 * np.maximum((size * bytes_per_parameter + cache_bytes) / bandwidth, 2 * size * tokens / flops)
 
     deepest = num_speculative_tokens
+    last = max_requests * (1 + deepest) if max_tokens is None else max_tokens
+    if max_requests * last > LARGEST:
+        most = int((LARGEST / (1 + deepest)) ** 0.5 if max_tokens is None else LARGEST / max_tokens)
+        raise ValueError(f"max_requests is {max_requests}: a table of {last:,} tokens goes up to {most:,} requests")
     requests = np.arange(max_requests + 1.0)[:, None]  # [R_max+1, 1]
-    tokens = np.arange((max_requests * (1 + deepest) if max_tokens is None else max_tokens) + 1.0)
+    tokens = np.arange(last + 1.0)
     verify_ms = pass_ms(parameters, tokens, requests * context * kv_bytes_per_token) + overhead_ms
     depth = np.arange(deepest + 1.0)  # [K+1]
     passes, each = ((depth > 0) * 1.0, requests * depth) if parallel_draft else (depth, requests)

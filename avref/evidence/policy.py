@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from avref.config import BUDGET_RULES, DEFAULT_THRESHOLDS, one_of
+from avref.config import BUDGET_RULES, DEFAULT_THRESHOLDS, check_estimator_keys, one_of, real, whole
 from avref.evidence import traces
 from avref.evidence.trace_file import Array, Trace
 from avref.features import FEATURES
@@ -40,6 +40,15 @@ class Policy:
         one_of("confidence", self.confidence, CONFIDENCES)
         one_of("budget_rule", self.budget_rule, BUDGET_RULES)
         one_of("feature", self.feature, [f.name for f in FEATURES.values() if f.lossless])
+        one_of("adaptive_drafting", self.adaptive_drafting, (True, False))
+        whole("probe_interval", self.probe_interval, 0)
+        check_estimator_keys(self.estimator)  # their values, once the trace says what K is
+        for name in ("depth", "verify"):
+            if (value := getattr(self, name)) is not None:
+                whole(name, value, 0)
+        if self.threshold is not None:
+            real("threshold", self.threshold, 0.0, 1.0)
+            one_of("confidence with a threshold", self.confidence, tuple(DEFAULT_THRESHOLDS))
 
     @classmethod
     def none(cls) -> Policy:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from avref.config import SamplingParams
+from avref.config import SamplingParams, whole
 from avref.evidence.bench_setting import drafter_hash, fingerprint
 from avref.evidence.journal import Journal
 from avref.evidence.trace_file import SCHEMA_VERSION, Trace
@@ -49,16 +49,22 @@ def record(
     Raises ValueError without a drafter, without prompts, when prompt, answer and a last block do not fit in, and for a
     journal of other settings.
     """
-    params = params or SamplingParams(temperature=1.0, top_p=0.95)
+    params = SamplingParams(temperature=1.0, top_p=0.95) if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params is {params!r}; give SamplingParams(...)")
+    if not isinstance(prompts, Mapping) or any(isinstance(own, str) for own in prompts.values()):
+        raise ValueError("prompts maps the name of each workload to a list of texts, or of lists of token ids")
     params = params if max_tokens is None else replace(params, max_tokens=max_tokens)
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("a trace needs a drafter: pass speculative_config to LLM")
-    if offsets is not None and offsets < 1:
-        raise ValueError(f"offsets is {offsets}; give the number of offsets wanted, at least 1, or None")
+    if offsets is not None:
+        whole("offsets", offsets, 1)
+    whole("max_tokens", params.max_tokens, 2)  # an answer of one token has nothing to draft
     if llm.engine.running or llm.engine.waiting:
         raise RuntimeError("generate is running on this LLM; wait for it, or record with another LLM")
     encoded = {
-        name: [llm.prompt_ids([p])[0] if isinstance(p, str) else list(p) for p in prompts[name]] for name in prompts
+        name: [llm.prompt_ids([p])[0] if isinstance(p, str) else llm._encode([p])[0] for p in prompts[name]]
+        for name in prompts
     }
     _check_room(llm, encoded, params.max_tokens)
     header = _header(llm, list(encoded), params, seed)
@@ -149,11 +155,11 @@ def _sample(
             outputs = sampler.generate([ids for _, _, ids in batch], [replace(params, seed=s) for s in seeds])
             journal.append(key, {"answers": [(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs]})
         made += len(batch)
-        for (workload, prompt, ids), (whole, reason) in zip(batch, journal.records[key]["answers"], strict=True):
-            own = whole if offsets is None else whole[: offsets - count + 1]
+        for (workload, prompt, ids), (answer, reason) in zip(batch, journal.records[key]["answers"], strict=True):
+            own = answer if offsets is None else answer[: offsets - count + 1]
             if len(own) < 2 or count == offsets:
                 continue
-            stopped = reason == "stop" and len(own) == len(whole)
+            stopped = reason == "stop" and len(own) == len(answer)
             answers.append(Answer(workload, prompt, ids, own, stopped))
             count += len(own) - 1
         if count == offsets or (made >= 100 * len(turns) and not answers):

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from avref.budget import Budget
+from avref.config import whole
 from avref.cost_table import CostTable
 from avref.depth import DraftDepth
 from avref.estimator import OnlineAcceptanceEstimator
@@ -96,7 +97,8 @@ class Replay:
         believed: CostTable | None = None,
     ) -> None:
         k = trace.num_positions
-        if not 1 <= num_requests <= cost_table.max_requests:
+        whole("num_requests", num_requests, 1)
+        if num_requests > cost_table.max_requests:
             raise ValueError(f"num_requests is {num_requests}; this cost table covers 1 to {cost_table.max_requests}")
         for name, value in (("depth", policy.depth), ("verify", policy.verify)):
             if value is not None and not 0 <= value <= k:
@@ -120,9 +122,9 @@ class Replay:
         num_steps None: every answer once, in the order given (`answers` indexes the trace's; None: all), until the last
         has ended. Otherwise so many steps with R requests running, the answers taken over and over in random order.
         """
-        chosen = np.arange(len(self.trace.num_tokens)) if answers is None else np.asarray(answers, dtype=np.int64)
-        if not len(chosen):
-            raise ValueError("answers is empty; give the index of at least one")
+        if num_steps is not None:
+            whole("num_steps", num_steps, 1)
+        chosen = np.arange(len(self.trace.num_tokens)) if answers is None else self.trace.indices(answers)
         queue = iter(chosen.tolist()) if num_steps is None else self._endless(chosen)
         run = _Run(Stats.zeros(self.num_positions), queue)
         while num_steps is None or run.stats.num_steps < num_steps:

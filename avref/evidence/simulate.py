@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
+from avref.config import real, whole
 from avref.cost_table import CostTable
 from avref.evidence import fits, traces
 from avref.evidence.observed import Measured, measure
@@ -80,6 +81,9 @@ def simulate(
 
     effort scales the number of decode steps. Raises ValueError when the table covers none of the numbers asked for.
     """
+    real("effort", effort, 0.0, 1e6, open_low=True)
+    for r in requests:
+        whole("a number of requests", r, 0)
     first, second = fits.halves(trace)
     learned, rows, left = learn(trace, first), [], []
     for r in requests:

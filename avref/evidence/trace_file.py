@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from avref.config import DRAFT_SAMPLE_METHODS, METHODS, one_of, real, whole
 from avref.files import replacing
 
 SCHEMA_VERSION = 1
@@ -54,7 +55,7 @@ COLUMNS = {
     "num_tokens": Column("A", np.int32, 2, 2**31),
     "stopped": Column("A", np.bool_, 0, 1),
     "token": Column("N", np.int32, 0, 2**31),
-    "p_y": Column("N", np.float16, 1e-8, 1),
+    "p_y": Column("N", np.float16, 2.0**-24, 1),  # the smallest above 0: p(y) is a divisor
     "target_entropy": Column("N", np.float16, 0, 20),
     "num_drafted": Column("N", np.uint8, 0, 255),
     **dict.fromkeys(("q_y", "overlap", "p_x"), Column("NK", np.float16, 0, 1)),
@@ -160,13 +161,19 @@ class Trace:
 
     def take(self, answers: npt.ArrayLike) -> Self:
         """The trace of some answers, in the order given; an answer may come twice (resampling, halves, workloads)."""
-        chosen = np.asarray(answers, dtype=np.int64)
-        if chosen.ndim != 1 or not len(chosen):
-            raise ValueError(f"answers is {answers!r}; give at least one index from 0 to {len(self.num_tokens) - 1}")
+        chosen = self.indices(answers)
         counts = self.num_tokens[chosen].astype(np.int64) - 1
         rows = np.arange(counts.sum()) + np.repeat(self.first_row[chosen] - (counts.cumsum() - counts), counts)
         picked = {name: a[chosen if COLUMNS[name].shape == "A" else rows] for name, a in self.arrays().items()}
         return type(self)(self.header, **picked)
+
+    def indices(self, answers: npt.ArrayLike) -> Array:
+        """Indices of answers as an array; ValueError when one is none, or when there are none."""
+        chosen, last = np.asarray(answers), len(self.num_tokens) - 1
+        integers = chosen.ndim == 1 and chosen.size > 0 and np.issubdtype(chosen.dtype, np.integer)
+        if not integers or chosen.min() < 0 or chosen.max() > last:
+            raise ValueError(f"answers is {answers!r}; give at least one index from 0 to {last}, whole numbers")
+        return chosen.astype(np.int64)
 
     def arrays(self) -> dict[str, Array]:
         """The arrays that are there, by name."""
@@ -182,6 +189,15 @@ def _check(trace: Trace) -> None:
         allowed = (int, float) if kind is float else kind
         if not isinstance(h.get(name), allowed) or (kind is not bool and isinstance(h[name], bool)):
             raise ValueError(f"its header has {name!r} = {h.get(name)!r}, which is no {kind.__name__}")
+    real("temperature", h["temperature"], 0.0, 100.0)
+    real("top_p", h["top_p"], 0.0, 1.0, open_low=True)
+    whole("max_tokens", h["max_tokens"], 2)
+    whole("num_speculative_tokens", h["num_speculative_tokens"], 1, 64)
+    one_of("method", h["method"], METHODS)
+    one_of("draft_sample_method", h["draft_sample_method"], DRAFT_SAMPLE_METHODS)
+    names = h["workloads"]
+    if not names or not all(isinstance(n, str) for n in names) or len(set(names)) < len(names):
+        raise ValueError(f"its header names the workloads {names!r}; they must be different texts")
     missing = [name for name, column in COLUMNS.items() if getattr(trace, name) is None and not column.optional]
     if missing:
         raise ValueError(f"it lacks the arrays {', '.join(missing)}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from avref.config import SamplingParams
+from avref.config import SamplingParams, whole
 from avref.drafters import weights
 from avref.llm import LLM
 from avref.train import card, family
@@ -48,6 +48,10 @@ def run(
     data in `output/shards` serve every method. Raises ValueError for a method that no training is written for.
     """
     trained = family(method)
+    whole("prompts", num_prompts, 0)
+    whole("texts", num_texts, 0 if num_prompts else 1)
+    if steps is not None:
+        whole("steps", steps, 1)
     settings = replace(SETTINGS[method], init=init)
     settings = settings if steps is None else replace(settings, steps=steps)
     llm = LLM(model, max_num_seqs=64, dtype="float32")
@@ -58,7 +62,7 @@ def run(
     lookup = 0 in settings.target_layers and first_state_is_the_embedding(llm)
     recorded = tuple(sorted({*settings.target_layers[lookup:], last}))  # labels need the last one
     shards = output / "shards"
-    build_text_shards(llm, recorded, python_texts(num_texts) if llm.tokenizer else [], shards)
+    build_text_shards(llm, recorded, python_texts(num_texts) if llm.tokenizer and num_texts else [], shards)
     build_shards(llm, Recorder(recorded), training_prompts(num_prompts), SAMPLING, shards)
     data = Sequences.load(shards, embedding=llm.model.get_input_embeddings() if lookup else None)
     data.keep_layers(recorded, settings.target_layers[lookup:])
