@@ -96,6 +96,10 @@ def test_a_key_given_twice() -> None:
         ({"model": None}, "model is NoneType"),
         ({"model": 5}, "model is int"),
         ({"model": torch.nn.Linear(1, 1)}, "model is Linear"),
+        (
+            {"speculative_config": {"method": "draft_model", "model": torch.nn.Linear(1, 1)}},
+            "is Linear; give a causal LM",
+        ),
         ({"tokenizer": "x"}, "tokenizer is 'x'"),
         ({"dtype": "float32"}, "dtype given with a loaded model"),
         ({"device": "cpu"}, "device given with a loaded model"),

@@ -125,6 +125,8 @@ class DraftModel(TokenByToken):
         if model is None or isinstance(model, TinyLlama) or weights.is_drafter(model):
             model = cls._trained(config, llm)
         elif isinstance(model, nn.Module):
+            if not hasattr(model, "get_output_embeddings"):
+                raise ValueError(f"speculative_config['model'] is {type(model).__name__}; give a causal LM")
             model = model.eval()
         else:
             if llm.tokenizer is not None:
