@@ -9,6 +9,7 @@ reused for the same model, drafter, dtype, device and versions.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import platform
 import random
@@ -77,7 +78,7 @@ def processor() -> str:
 def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, again: bool = False) -> CostTable:
     """The saved table for this setting, or a new one, measured now and saved."""
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
-    setting["depths"] = draft_depths(llm.engine.num_positions)
+    setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven"}
     key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
@@ -94,9 +95,9 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
 def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTable:
     """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
 
-    R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request, and 1, K/2 and K
-    positions drafted; each point is the median over at least `repeats` rounds, more where steps are short: a wrong
-    order of neighbouring points is what spoils decisions at small batches. Raises ValueError when the LLM has no
+    R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request on average, and 1, K/2
+    and K positions drafted; each point is the median over at least `repeats` rounds, more where steps are short: a
+    wrong order of neighbouring points is what spoils decisions at small batches. Raises ValueError when the LLM has no
     drafter.
     """
     if llm.config is None or llm.engine.drafter is None:
@@ -147,7 +148,7 @@ def _measure(
     for repeat, (drafted, k) in _rounds(kinds, order, repeats):
         if fits == 0:
             fits = _refill(engine, llm, num_requests, depth, context)
-        engine.override, engine.fixed_depth = _at_most(k), drafted
+        engine.override, engine.fixed_depth = _uneven(k, depth, num_requests), drafted
         before = engine.watch.read()
         engine.step()
         after = engine.watch.read()
@@ -171,8 +172,14 @@ def _rounds(kinds: list[tuple[int, int]], order: random.Random, repeats: int) ->
             yield repeat, kind
 
 
-def _at_most(k: int) -> Callable[[int], int]:
-    return lambda capacity: min(capacity, k)
+def _uneven(k: int, depth: int, num_requests: int) -> Callable[[int], int]:
+    """An override that admits k drafts a request on average, in turn one less and one more where that can be.
+
+    Pruned steps are uneven, and an uneven step costs more attention than an even one of as many tokens.
+    """
+    pairs = num_requests // 2 if 0 < k < depth else 0
+    counts = itertools.cycle([k - 1, k + 1] * pairs + [k] * (num_requests - 2 * pairs))
+    return lambda capacity: min(capacity, next(counts))
 
 
 def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from avref import LLM, arms, cli, plots
+from avref.drafters.draft_model import TinyLlama, TinyLlamaConfig
 from avref.evidence import bench, bench_report, bench_setting, outside, prompt_sets
 from avref.evidence.bench_plan import BLOCKS, MIX, TUNING, Arm, Plan, Unit
 from avref.stats import Stats
@@ -335,9 +336,11 @@ def test_hugging_face_runs_under_the_same_terms_and_leaves_nothing_behind(pair, 
         k: getattr(draft.generation_config, k, None) for k in ("num_assistant_tokens", "assistant_confidence_threshold")
     }
     seen: list[dict[str, Any]] = []
+    batches: list[int] = []
     real = type(target).generate
 
     def spy(model: Any, *inputs: Any, **options: Any) -> Any:
+        batches.append(len(inputs[0])) if model is target else None
         if options.get("assistant_model") is not None:  # the assistant generates too
             its = options["assistant_model"].generation_config
             seen.append({k: getattr(its, k) for k in config} | {"schedule": its.num_assistant_tokens_schedule})
@@ -345,14 +348,32 @@ def test_hugging_face_runs_under_the_same_terms_and_leaves_nothing_behind(pair, 
 
     monkeypatch.setattr(type(target), "generate", spy)
     state = torch.get_rng_state()
-    run = outside.generate(target, [[3, 4], [5, 6, 7]], 5, 0.95, 0, draft, 2)
+    run = outside.generate(target, [[3, 4], [5, 6, 7]], 5, 0.95, 0, 1, draft, 2)
     assert run.stats.num_tokens == 10 and run.tokens_per_s == 10 / run.stats.wall_s
     wanted = {"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.0, "schedule": "constant"}
     assert seen == [wanted, wanted]  # one call for each prompt
-    assert outside.generate(target, [[3, 4], [5, 6, 7]], 5, 1.0, 0).stats.num_tokens == 10
+    assert outside.generate(target, [[3, 4], [5, 6, 7], [8]], 5, 1.0, 0, 2).stats.num_tokens == 15
+    assert batches == [1, 1, 2, 1]  # so many at once
     assert torch.equal(torch.get_rng_state(), state)
     assert (target.config._attn_implementation, draft.config._attn_implementation) == before
     assert {k: getattr(draft.generation_config, k, None) for k in config} == config
+
+
+def test_an_assistant_with_a_reduced_vocabulary_speaks_the_targets_for_the_time(pair):
+    """Hugging Face compares laws over one vocabulary; at temperature 1 a token that cannot be drafted still comes."""
+    target = pair[0]
+    c = target.config
+    shape = {"intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"hidden_size": c.hidden_size, "head_dim": 8, "vocab_size": c.vocab_size}
+    tiny = TinyLlama(TinyLlamaConfig(**shape, max_position_embeddings=64, draft_vocab_size=6))
+    assistant = tiny.on(target)
+    head = assistant.get_output_embeddings()
+    run = outside.generate(target, [[3, 4], [5, 6]], 6, 1.0, 0, 1, assistant, 3)
+    assert run.stats.num_tokens == 12
+    assert assistant.get_output_embeddings() is head and assistant.config.vocab_size == 6
+    full = outside._FullHead(head, assistant.draft_vocab_ids, c.vocab_size)
+    states = torch.randn(2, c.hidden_size)
+    assert torch.equal(full(states)[:, :6], head(states)) and full(states)[:, 6:].isneginf().all()
 
 
 # ---- prompts ----

@@ -107,15 +107,17 @@ class Runner:
         """Our arm and Hugging Face's under the same terms: all answers of one length, the whole time counts."""
         top_p, seed, llm = TOP_P[unit.case], 1000 * unit.repeat, built.llm
         if unit.arm.theirs:
-            return self._theirs(llm, unit.arm, prompts, self.max_tokens, top_p, seed)
+            return self._theirs(llm, unit.arm, prompts, self.max_tokens, top_p, seed, unit.concurrency)
         llm.engine.max_num_seqs = unit.concurrency
         llm.generate(prompts, arms.params(unit.count, self.max_tokens, seed, top_p=top_p, ignore_eos=True))
         return arms.Run(llm.stats, with_prefill=True)
 
-    def _theirs(self, llm: LLM, arm: Arm, prompts: Any, max_tokens: int, top_p: float, seed: int) -> arms.Run:
+    def _theirs(
+        self, llm: LLM, arm: Arm, prompts: Any, max_tokens: int, top_p: float, seed: int, together: int
+    ) -> arms.Run:
         drafter: Any = llm.engine.drafter
         more = drafter.model.model if arm.theirs == "assisted" else None, llm.engine.num_positions
-        return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, *more)
+        return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, together, *more)
 
     def _prepared(self, llm: LLM, arm: Arm, max_num_seqs: int) -> Built:
         if arm.trims_all:
@@ -126,7 +128,7 @@ class Runner:
             arms.warm_up(llm, self.warm, self.max_tokens, together, arms.WARMUP_INTERVAL)
             return Built(llm, arms.Learned(llm), arms.fit(llm))
         if arm.theirs:
-            self._theirs(llm, arm, self.warm[:1], 2, 1.0, 0)  # the first call is slower than the rest
+            self._theirs(llm, arm, self.warm[:1], 2, 1.0, 0, 1)  # the first call is slower than the rest
         else:
             arms.measure(llm, self.warm[:2], arms.params(2, 4, 0), 1)
         return Built(llm, None, None)

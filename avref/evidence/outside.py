@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from avref.arms import Run
 from avref.packed import plain_attention
@@ -21,16 +22,17 @@ def generate(
     max_tokens: int,
     top_p: float,
     seed: int,
+    together: int,
     assistant: Any = None,
     num_assistant_tokens: int = 0,
 ) -> Run:
-    """`model.generate` at temperature 1 on all prompts as one batch, each with exactly `max_tokens` new tokens.
+    """`model.generate` at temperature 1 on batches of `together` prompts, each with exactly `max_tokens` new tokens.
 
-    With an `assistant` it is Hugging Face's assisted generation, `num_assistant_tokens` drafts in every step, one
-    prompt after the other (it takes no batch). The time is that of the whole call, prefill included. The global random
-    state is left as it was.
+    With an `assistant` it is Hugging Face's assisted generation, `num_assistant_tokens` drafts in every step, which
+    takes one prompt at a time. The time is that of all calls, prefill included. The global random state is left as it
+    was.
     """
-    batches = [[p] for p in prompts] if assistant is not None else [prompts]
+    batches = [prompts[i : i + together] for i in range(0, len(prompts), together)]
     settings: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": top_p}
     settings |= {"min_new_tokens": max_tokens, "max_new_tokens": max_tokens, "pad_token_id": 0}
     stats = Stats.zeros(0)
@@ -39,6 +41,7 @@ def generate(
         plain_attention(model),
         plain_attention(assistant) if own_assistant else nullcontext(),
         _constant(assistant, num_assistant_tokens),
+        _full_vocabulary(assistant, model),
         torch.random.fork_rng(),
     ):
         torch.manual_seed(seed)
@@ -54,6 +57,37 @@ def generate(
         stats.wall_s = time.perf_counter() - began
     stats.num_requests = len(prompts)
     return Run(stats, with_prefill=True)
+
+
+class _FullHead(nn.Module):
+    """A reduced head's logits at the target's ids, minus infinity at all others."""
+
+    def __init__(self, head: Any, ids: Tensor, size: int) -> None:
+        super().__init__()
+        self.head, self.ids, self.size = head, ids, size
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits = self.head(states)  # [..., V_d]
+        full = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
+        return full.index_copy_(-1, self.ids, logits)
+
+
+@contextmanager
+def _full_vocabulary(assistant: Any, model: Any) -> Iterator[None]:
+    """Inside, an assistant with a reduced draft vocabulary speaks the model's: Hugging Face asks for one vocabulary."""
+    ids = getattr(assistant, "draft_vocab_ids", None)
+    if ids is None:
+        yield
+        return
+    head, config = assistant.get_output_embeddings(), assistant.config
+    before, size = config.vocab_size, model.config.get_text_config().vocab_size
+    try:
+        assistant.set_output_embeddings(_FullHead(head, ids, size))
+        config.vocab_size = size
+        yield
+    finally:
+        assistant.set_output_embeddings(head)
+        config.vocab_size = before
 
 
 @contextmanager
