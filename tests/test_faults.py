@@ -140,7 +140,9 @@ def kill_all(folder: Path) -> None:
 def wreck(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What killed runs left behind, a folder for each."""
     folder = tmp_path_factory.mktemp("wreck")
-    done = subprocess.run([sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=300)
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])  # as pytest's own
+    command, env = [sys.executable, __file__, str(folder)], {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     return folder
 
