@@ -19,7 +19,8 @@ emitted law stays the target's (a depth that depends on the drafts themselves do
 `exact.aggregate_early_stop`).
 
 A step drafted to depth d says nothing about deeper ones. So the first steps are drafted in full, and later every 16th,
-or every 16 n-th where drafting is dear, so that looking costs at most 2 % of the time.
+or every 16 n-th where drafting is dear, so that drafting for it costs at most 2 % of the time (verifying what such a
+step admits is not counted).
 """
 
 from __future__ import annotations
