@@ -33,6 +33,7 @@ TESTS = {
                 "allocation or past_steps or survival) and not (simulated or millisecond)"),
     "sampling": ("test_sampling.py test_properties.py", "test_sampling or truncation or sample or emit or verdict"),
     "packed": ("test_properties.py test_packed.py", "test_packed or layout or cache or attention"),
+    "layout": ("test_properties.py test_packed.py", "test_packed or layout or cache or attention"),
 }  # fmt: skip
 
 
@@ -108,18 +109,26 @@ LISTED: dict[str, list[tuple[str, ...]]] = {
         (STALE, "wide.index_copy_(1, ids, q[r, k])", "wide.index_copy_(1, ids, q[r, 0 * k])"),
     ],
     "packed": [
-        (COMPARISON, "visible = keys <= query", "visible = keys < query"),
-        (COMPARISON, "visible &= keys > query - window", "visible &= keys >= query - window"),
         (MASK, "torch.tanh(scores / softcap) + mask", "torch.tanh(scores / softcap)"),
-        (POSITION, "start[row] + within, ends", "start[row] + within - 1, ends"),
-        (POSITION, "within, ends - 1,", "within, ends - 2,"),
         (POSITION, "rows = layout.row + layout.first_row if layout.first_row else layout.row", "rows = layout.row"),
         (SWAP, "values[rows, layout.position] = value", "values[rows, layout.position] = key"),
-        (AXIS, "mask[:, None].repeat(1, 1, group, 1)", "mask[:, None].repeat_interleave(group, 2)"),
-        (AXIS, "bool((count == self.max_query).all())", "bool((count == self.max_query).any())"),
-        (STALE, "key = (group, window, dtype)", "key = (group, dtype)"),
+        (AXIS, ".permute(0, 3, 1, 2, 4).flatten(2, 3)  # [n, q, H, D]", ".permute(0, 3, 2, 1, 4).flatten(2, 3)"),
         (STALE, "new[:have_rows, :have_length] = buffer", "pass"),
         (STALE, "keys[target], values[target] = keys[source], values", "keys[target] = keys"),
+    ],
+    "layout": [
+        (COMPARISON, "visible = keys <= query", "visible = keys < query"),
+        (COMPARISON, "visible &= keys > query - window", "visible &= keys >= query - window"),
+        (COMPARISON, "(within < first + width)", "(within <= first + width)"),
+        (COMPARISON, "rows = (count > first)", "rows = (count >= first)"),
+        (MASK, "x = x if self.every_token else x[self.tokens]", "x = x"),
+        (MASK, "return x if self.every_row else x[self.rows]", "return x"),
+        (POSITION, "start[row] + within, ends", "start[row] + within - 1, ends"),
+        (POSITION, "within, ends - 1,", "within, ends - 2,"),
+        (POSITION, "start[rows] + first", "start[rows]"),
+        (CLAMP, "np.minimum(count, first + width)", "count", "a longer context is masked: slower, the same numbers"),
+        (AXIS, "mask[:, None].repeat(1, 1, group, 1)", "mask[:, None].repeat_interleave(group, 2)"),
+        (STALE, "key = (group, window, dtype)", "key = (group, dtype)"),
     ],
 }
 # fmt: on

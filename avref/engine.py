@@ -27,7 +27,8 @@ from avref.decision import Decision
 from avref.depth import DraftDepth
 from avref.drafters.base import Drafter, DraftProposal
 from avref.estimator import OnlineAcceptanceEstimator
-from avref.packed import Layout, PackedModel
+from avref.layout import Layout
+from avref.packed import PackedModel
 from avref.pruning import SurvivalProfile
 from avref.request import Request, fresh_uniforms, sampling_tensors
 from avref.stats import Stats, Stopwatch

@@ -2,8 +2,8 @@
 
 All tokens of a step lie behind one another in one sequence `[1, T]`. Every linear layer therefore works on exactly T
 rows. Only attention must know which request a token belongs to: it reads that from a `Layout`, writes the new keys
-and values into the request's row of a `KVCache`, and makes one call per layer for all requests (queries padded to the
-longest chunk, keys to the longest context; both are masked, never computed in a linear layer). Rollback of a rejected
+and values into the request's row of a `KVCache`, and makes one call per layer for all requests, on a CPU sometimes two
+(queries and keys padded to rectangles; the padding is masked, never computed in a linear layer). Rollback of a rejected
 draft is a shorter length: stale keys lie beyond every later query's position until they are overwritten.
 
 The hook is transformers' `AttentionInterface`: an attention function registered by name. No mask function of that name
@@ -18,63 +18,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from avref.layout import Block, Layout
+
 ATTENTION = "avref"
-
-
-class Layout:
-    """Which request and which position each packed token belongs to.
-
-    `starts[r]` is the position of row r's first new token (its cached length), `counts[r] >= 1` the number of its new
-    tokens; the R rows are consecutive cache rows from `first_row` on. T = sum(counts).
-    """
-
-    def __init__(
-        self, starts: Sequence[int], counts: Sequence[int], device: torch.device | str = "cpu", first_row: int = 0
-    ) -> None:
-        start, count = np.asarray(starts, dtype=np.int64), np.asarray(counts, dtype=np.int64)  # [R], [R]
-        if len(count) == 0 or count.min() < 1:
-            raise ValueError(f"every row needs at least one token, got counts {count.tolist()}")
-        ends = np.cumsum(count)
-        row = np.repeat(np.arange(len(count)), count)  # [T]
-        within = np.arange(ends[-1]) - np.repeat(ends - count, count)  # [T]
-        self.num_rows, self.num_tokens, self.first_row = len(count), int(ends[-1]), first_row
-        self.max_query, self.context = int(count.max()), int((start + count).max())
-        self.uniform = bool((count == self.max_query).all())
-        parts = [row, within, start[row] + within, ends - 1, ends - count, start]
-        sent = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)  # one transfer for all of them
-        self.row, self.within, self.position, self.last, self.first, self._starts = sent.split([len(x) for x in parts])
-        # row, within, position [T]; last, first [R] packed index of each row's last and first token; _starts [R]
-        self._masks: dict[tuple[Any, ...], Tensor] = {}
-
-    def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive causal mask [R, 1, group * max_query, context]: query i of row r sees keys up to starts[r] + i."""
-        key = (group, window, dtype)
-        if key not in self._masks:
-            query = self._starts[:, None, None] + torch.arange(self.max_query, device=self._starts.device)[:, None]
-            keys = torch.arange(self.context, device=query.device)
-            visible = keys <= query  # [R, max_query, context]; a padded query sees at least key 0
-            if window is not None:
-                visible &= keys > query - window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=query.device).masked_fill_(~visible, float("-inf"))
-            self._masks[key] = mask[:, None].repeat(1, 1, group, 1)
-        return self._masks[key]
-
-    def pad(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [R, max_query, ...]; a view when every row has the same count."""
-        if self.uniform:
-            return x.view(self.num_rows, self.max_query, *x.shape[1:])
-        padded = x.new_zeros(self.num_rows, self.max_query, *x.shape[1:])
-        padded[self.row, self.within] = x
-        return padded
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """[R, max_query, ...] -> [T, ...]."""
-        return x.flatten(0, 1) if self.uniform else x[self.row, self.within]
 
 
 class KVCache:
@@ -163,24 +113,43 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """One attention call for all rows -> [T, H, D].
+    """Attention of every query over its own row's keys, block by block of the layout -> [T, H, D]."""
+    blocks = [_attend(query, keys, values, block, scaling, window, softcap) for block in layout.blocks]
+    if len(blocks) == 1:
+        return blocks[0]
+    out = blocks[0].new_empty(len(query), *blocks[0].shape[1:])
+    for block, own in zip(layout.blocks, blocks, strict=True):
+        out[block.tokens] = own
+    return out
 
-    The G query heads that share a key head are folded into query rows ([R, H_kv, G q, D]): the same arithmetic as
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block: Block,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One attention call for a block's m tokens -> [m, H, D].
+
+    The G query heads that share a key head are folded into query rows ([n, H_kv, G q, D]): the same arithmetic as
     grouped-query attention, several times faster on a CPU.
     """
     kv_heads = keys.shape[2]
     group = query.shape[1] // kv_heads
-    q = layout.pad(query).unflatten(2, (kv_heads, group))  # [R, q, H_kv, G, D]
-    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [R, H_kv, G q, D]
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [R, H_kv, L, D]
-    mask = layout.mask(group, window, q.dtype)
+    q = block.pad(query).unflatten(2, (kv_heads, group))  # [n, q, H_kv, G, D]
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [n, H_kv, G q, D]
+    keys, values = block.keys(keys).transpose(1, 2), block.keys(values).transpose(1, 2)  # [n, H_kv, L, D]
+    mask = block.mask(group, window, q.dtype)
     if softcap is None:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scaling)
     else:
         scores = q @ keys.transpose(-1, -2) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
         out = torch.softmax(softcap * torch.tanh(scores / softcap) + mask, dim=-1) @ values
-    out = out.unflatten(2, (group, layout.max_query)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [R, q, H, D]
-    return layout.unpad(out)
+    out = out.unflatten(2, (group, block.width)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [n, q, H, D]
+    return block.unpad(out)
 
 
 def _register() -> None:

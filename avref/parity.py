@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from avref.packed import Layout, PackedModel, plain_attention
+from avref.layout import Layout
+from avref.packed import PackedModel, plain_attention
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest difference of logits that is rounding, in units of their spread."""
@@ -76,4 +77,4 @@ def _after_a_rollback(
         layout = Layout(starts, [len(c) for c in chunks], model.device)
         ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=model.device)
         logits, _ = packed.forward(ids, layout)
-    return logits.float(), packed, {window for _, window, _ in layout._masks}
+    return logits.float(), packed, layout.windows

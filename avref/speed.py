@@ -21,8 +21,9 @@ from avref import features, profiling, sampling, workloads
 from avref.config import SamplingParams
 from avref.cost_table import CostTable
 from avref.estimator import OnlineAcceptanceEstimator
+from avref.layout import Layout
 from avref.llm import LLM
-from avref.packed import Layout, PackedModel, plain_attention
+from avref.packed import PackedModel, plain_attention
 from avref.pruning import SurvivalProfile, allocate, choose_budget, survival
 
 CONTEXT = 256

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from avref import LLM, SamplingParams
 from avref.drafters import weights
 from avref.drafters.draft_model import DraftModel, TinyLlama, TinyLlamaConfig
-from avref.packed import Layout, plain_attention
+from avref.layout import Layout
+from avref.packed import plain_attention
 from avref.train import dflash as train_dflash
 from avref.train import draft_model as train
 from avref.train.blocks import Batch, loss_and_overlap

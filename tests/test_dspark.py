@@ -20,7 +20,8 @@ from avref.drafters.base import DraftProposal
 from avref.drafters.dflash import DFlashDrafter, DFlashModel
 from avref.drafters.dspark import DSparkConfig, DSparkDrafter, DSparkModel
 from avref.drafters.layers import DrafterConfig
-from avref.packed import Layout, PackedModel
+from avref.layout import Layout
+from avref.packed import PackedModel
 from avref.train import dflash as train_dflash
 from avref.train import dspark as train_dspark
 from avref.train.blocks import Batch, loss_and_overlap

@@ -19,7 +19,8 @@ from avref.drafters.base import DraftProposal
 from avref.drafters.eagle import EagleDrafter, EagleModel
 from avref.drafters.layers import DrafterConfig
 from avref.drafters.mtp import MTPModel
-from avref.packed import Layout, PackedModel
+from avref.layout import Layout
+from avref.packed import PackedModel
 from avref.train import family
 from avref.train.blocks import Batch
 

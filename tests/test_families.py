@@ -17,8 +17,9 @@ from transformers import AutoConfig
 
 from avref import packed
 from avref.config import SamplingParams
+from avref.layout import Block, Layout
 from avref.llm import LLM
-from avref.packed import Layout, PackedModel, longest_context, plain_attention
+from avref.packed import PackedModel, longest_context, plain_attention
 from avref.parity import LIMITS, check_parity
 
 WINDOW: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
@@ -79,8 +80,8 @@ def test_served(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_parity(copy.deepcopy(model).bfloat16()) < LIMITS[torch.bfloat16]
     half = copy.deepcopy(model).half()
     assert check_parity(half) < LIMITS[torch.float16]
-    correct = Layout.mask
-    monkeypatch.setattr(Layout, "mask", lambda self, *args: torch.zeros_like(correct(self, *args)))
+    correct = Block.mask
+    monkeypatch.setattr(Block, "mask", lambda self, *args: torch.zeros_like(correct(self, *args)))
     for broken in (model, half):
         with pytest.raises(RuntimeError, match="packed logits differ"):
             check_parity(broken)

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig
 from avref.config import SamplingParams
 from avref.drafters.base import DraftProposal
 from avref.drafters.layer_skip import LayerSkip, truncated
+from avref.layout import Layout
 from avref.llm import LLM
-from avref.packed import Layout, PackedModel, plain_attention
+from avref.packed import PackedModel, plain_attention
 
 LAYERS = 3
 FAMILIES = {

@@ -23,8 +23,8 @@ from avref.config import SamplingParams, SpeculativeConfig
 from avref.cost_table import CostTable
 from avref.drafters.base import DraftProposal
 from avref.drafters.ngram import LONGEST, History, NGram
+from avref.layout import Layout
 from avref.llm import LLM
-from avref.packed import Layout
 
 
 def drafter_on(*texts: Sequence[int], rows: int = 4, first_row: int = 0, max_length: int = 64) -> NGram:

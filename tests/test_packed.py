@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from avref import packed
-from avref.packed import KVCache, Layout, PackedModel, attend, plain_attention
+from avref.layout import Block, Layout
+from avref.packed import KVCache, PackedModel, attend, plain_attention
 from avref.parity import check_parity
 
 TOLERANCE = 1e-5
@@ -157,20 +158,20 @@ def mutated_difference(model: Any) -> float:
 
 
 def test_a_mask_that_sees_the_next_token_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = Layout.mask
+    correct = Block.mask
 
     def ahead(self: Layout, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
         mask = correct(self, group, window, dtype).clone()
         mask[..., 1:] = torch.maximum(mask[..., 1:], mask[..., :-1])
         return mask
 
-    monkeypatch.setattr(Layout, "mask", ahead)
+    monkeypatch.setattr(Block, "mask", ahead)
     assert mutated_difference(model) > 100 * TOLERANCE
 
 
 def test_a_forgotten_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = Layout.mask
-    monkeypatch.setattr(Layout, "mask", lambda self, group, window, dtype: correct(self, group, None, dtype))
+    correct = Block.mask
+    monkeypatch.setattr(Block, "mask", lambda self, group, window, dtype: correct(self, group, None, dtype))
     assert mutated_difference(tiny.mistral()) > 100 * TOLERANCE
 
 
@@ -288,14 +289,24 @@ def test_layout_by_hand() -> None:
     assert layout.row.tolist() == [0, 0, 1, 2, 2, 2]
     assert layout.position.tolist() == [5, 6, 0, 2, 3, 4]
     assert (layout.first.tolist(), layout.last.tolist()) == ([0, 2, 3], [1, 2, 5])
-    assert (layout.num_tokens, layout.context, layout.max_query, layout.uniform) == (6, 7, 3, False)
+    (block,) = layout.blocks
+    assert (layout.num_tokens, layout.context, block.width, block.full) == (6, 7, 3, False)
     x = torch.arange(6)
-    assert layout.pad(x).tolist() == [[0, 1, 0], [2, 0, 0], [3, 4, 5]]
-    assert layout.unpad(layout.pad(x)).tolist() == x.tolist()
-    visible = layout.mask(1, None, torch.float32)[:, 0] == 0
+    assert block.pad(x).tolist() == [[0, 1, 0], [2, 0, 0], [3, 4, 5]]
+    assert block.unpad(block.pad(x)).tolist() == x.tolist()
+    visible = block.mask(1, None, torch.float32)[:, 0] == 0
     assert visible[2].int().tolist() == [[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0]]
-    windowed = layout.mask(1, 2, torch.float32)[:, 0] == 0
+    windowed = block.mask(1, 2, torch.float32)[:, 0] == 0
     assert windowed[0, :2].int().tolist() == [[0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1, 1]]
+
+
+def test_a_long_chunk_among_many_short_ones_gets_a_rectangle_of_its_own() -> None:
+    layout = Layout([4] * 40, [1] * 20 + [9] + [1] * 19)
+    narrow, rest = layout.blocks
+    assert (narrow.width, len(narrow.rows), narrow.context, narrow.full) == (1, 40, 5, True)
+    assert (rest.width, rest.rows.tolist(), rest.starts.tolist(), rest.context) == (8, [20], [5], 13)
+    assert rest.tokens.tolist() == list(range(21, 29))
+    assert len(Layout([4] * 40, [9] * 40).blocks) == len(Layout([4] * 4, [1, 1, 1, 9]).blocks) == 1
 
 
 @pytest.mark.parametrize("counts", [[], [1, 0]])
@@ -312,8 +323,8 @@ def test_check_parity_passes(model: Any) -> None:
 
 
 def test_check_parity_notices_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = Layout.mask
-    monkeypatch.setattr(Layout, "mask", lambda self, *args: torch.zeros_like(correct(self, *args)))
+    correct = Block.mask
+    monkeypatch.setattr(Block, "mask", lambda self, *args: torch.zeros_like(correct(self, *args)))
     with pytest.raises(RuntimeError, match="packed logits differ"):
         check_parity(tiny.llama())
 

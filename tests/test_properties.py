@@ -16,7 +16,8 @@ from hypothesis.extra.numpy import arrays
 
 from avref.cost_table import CostTable
 from avref.estimator import MAX_LOG_ODDS, STEP_RULES, OnlineAcceptanceEstimator
-from avref.packed import KVCache, Layout, attend
+from avref.layout import Layout
+from avref.packed import KVCache, attend
 from avref.pruning import StaleSurvival, SurvivalProfile, allocate, choose_budget, survival
 from avref.sampling import probs, residual, sample, verify
 
@@ -218,7 +219,10 @@ def test_tables_from_noisy_curves_are_positive_and_never_fall_by_tokens_or_by_re
 
 # --- packing ----------------------------------------------------------------------------------------------------------
 
-ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5)  # start and count of each
+ROWS = st.one_of(  # start and count of each; the second kind is wide for a few long chunks
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 1, 1, 1, 1, 2, 19])), min_size=5, max_size=12),
+)
 
 
 @fixed
@@ -232,19 +236,24 @@ def test_layout_gives_every_token_its_own_row_position_and_past(rows, group):
     assert [tokens[i] for i in layout.first] == [(r, 0) for r in range(len(rows))]
     assert [tokens[i] for i in layout.last] == [(r, count - 1) for r, count in enumerate(counts)]
     assert (layout.num_rows, layout.num_tokens) == (len(rows), len(tokens))
-    assert (layout.max_query, layout.context) == (max(counts), max(map(sum, rows)))
+    assert layout.context == max(map(sum, rows))
     x = torch.arange(1.0, 2 * len(tokens) + 1).view(-1, 2)
-    padded = layout.pad(x)
-    assert torch.equal(layout.unpad(padded), x) and padded.count_nonzero() == x.numel()
-    assert all(torch.equal(padded[r, i], x[n]) for n, (r, i) in enumerate(tokens))
-    for window in (None, 1, 3):
-        mask = layout.mask(group, window, torch.float32)
-        assert mask.shape == (len(rows), 1, group * max(counts), layout.context)
-        seen = mask.view(len(rows), group, max(counts), layout.context) == 0
-        for r, i in tokens:
-            last = starts[r] + i
-            visible = [key <= last and (window is None or key > last - window) for key in range(layout.context)]
-            assert seen[r, :, i].tolist() == [visible] * group
+    assert sorted(n for block in layout.blocks for n in block.tokens.tolist()) == list(range(len(tokens)))
+    for block in layout.blocks:
+        padded, own = block.pad(x), block.tokens.tolist()
+        assert padded.shape == (len(block.rows), block.width, 2)
+        assert torch.equal(block.unpad(padded), x[block.tokens]) and padded.count_nonzero() == 2 * len(own)
+        assert block.context == 1 + max(layout.position[block.tokens])
+        for window in (None, 1, 3):
+            mask = block.mask(group, window, torch.float32)
+            assert mask.shape == (len(block.rows), 1, group * block.width, block.context)
+            seen = mask.view(len(block.rows), group, block.width, block.context) == 0
+            for n, row, query in zip(own, block.row, block.within, strict=True):
+                r, i = tokens[n]
+                assert block.rows[row] == r and torch.equal(padded[row, query], x[n])
+                last = starts[r] + i
+                visible = [key <= last and (window is None or key > last - window) for key in range(block.context)]
+                assert seen[row, :, query].tolist() == [visible] * group
 
 
 COUNT = st.one_of(st.integers(1, 3), st.sampled_from([90, 270]))

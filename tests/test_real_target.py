@@ -14,8 +14,9 @@ from avref import models
 from avref.config import SamplingParams
 from avref.cost_table import CostTable
 from avref.drafters import weights
+from avref.layout import Layout
 from avref.llm import LLM
-from avref.packed import Layout, PackedModel, plain_attention
+from avref.packed import PackedModel, plain_attention
 from avref.parity import check_parity
 
 pytestmark = pytest.mark.target

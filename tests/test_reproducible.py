@@ -15,8 +15,9 @@ import torch
 
 from avref.config import SamplingParams
 from avref.cost_table import CostTable
+from avref.layout import Layout
 from avref.llm import LLM
-from avref.packed import Layout, PackedModel
+from avref.packed import PackedModel
 
 QUESTIONS = ["What is the capital of France?", "Write one line about rain.", "What is 12 times 12?"]
 target_only = pytest.mark.target

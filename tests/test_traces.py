@@ -134,7 +134,7 @@ def first_tokens(llm: LLM, trace: Trace) -> list[int]:
 
 def test_dflash_blocks_equal_those_of_a_fresh_drafter(target: Any, drafters: dict[str, Any], recorded: Any) -> None:
     """At every offset, a drafter that entered with the text so far as its prompt proposes the recorded block."""
-    from avref.packed import Layout
+    from avref.layout import Layout
 
     trace, llm = recorded["dflash"], make(target, "dflash", drafters["dflash"])
     firsts, reduced = first_tokens(llm, trace), set(range(tiny.VOCAB - 5))

@@ -15,7 +15,8 @@ from avref.drafters import weights
 from avref.drafters.dflash import DFlashDrafter, DFlashModel
 from avref.drafters.layers import DrafterConfig
 from avref.evidence import traces
-from avref.packed import Layout, PackedModel, plain_attention
+from avref.layout import Layout
+from avref.packed import PackedModel, plain_attention
 from avref.train import FAMILIES, evaluate, family
 from avref.train.blocks import Batch, Drafts, loss_and_overlap, make_batch, nucleus
 from avref.train.data import Recorder, Sequences, label, record

@@ -21,8 +21,8 @@ from avref import models, sampling
 from avref.config import SamplingParams
 from avref.drafters.eagle import EagleModel
 from avref.drafters.layers import DrafterConfig
+from avref.layout import Layout
 from avref.llm import LLM
-from avref.packed import Layout
 from avref.selfcheck import CUDA_ROWS, cuda_rows
 from avref.speed import Row
 from avref.stats import Stopwatch

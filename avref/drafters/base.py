@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from avref import sampling
-from avref.packed import Layout
+from avref.layout import Layout
 
 
 @dataclass

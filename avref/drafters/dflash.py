@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from avref.drafters.base import DraftProposal, Enough, draw
 from avref.drafters.layers import DrafterConfig, DrafterModel, TrainedDrafter, rotary
-from avref.packed import Layout, attend
+from avref.layout import Layout
+from avref.packed import attend
 
 
 class DFlashModel(DrafterModel):

@@ -22,7 +22,8 @@ from avref import models
 from avref.config import SpeculativeConfig
 from avref.drafters import weights
 from avref.drafters.base import Said, Step, TokenByToken
-from avref.packed import Layout, PackedModel
+from avref.layout import Layout
+from avref.packed import PackedModel
 from avref.parity import check_parity
 
 if TYPE_CHECKING:

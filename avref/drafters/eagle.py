@@ -26,7 +26,8 @@ from torch import Tensor
 
 from avref.drafters.base import Said, Step, TokenByToken
 from avref.drafters.layers import DrafterConfig, DrafterModel, TrainedDrafter, rotary
-from avref.packed import Layout, attend
+from avref.layout import Layout
+from avref.packed import attend
 
 
 class EagleModel(DrafterModel):

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from avref.config import SpeculativeConfig
 from avref.drafters.base import Said, Step, TokenByToken
-from avref.packed import Layout, PackedModel
+from avref.layout import Layout
+from avref.packed import PackedModel
 
 if TYPE_CHECKING:
     from avref.llm import LLM

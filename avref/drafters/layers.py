@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from avref.config import SpeculativeConfig
 from avref.drafters.base import DraftProposal, Enough
-from avref.packed import KVCache, Layout
+from avref.layout import Layout
+from avref.packed import KVCache
 
 if TYPE_CHECKING:
     from avref.llm import LLM

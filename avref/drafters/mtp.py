@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from avref.drafters.eagle import EagleDrafter
 from avref.drafters.layers import DrafterConfig, DrafterModel, rotary
-from avref.packed import Layout, attend
+from avref.layout import Layout
+from avref.packed import attend
 
 
 class MTPModel(DrafterModel):

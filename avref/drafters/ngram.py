@@ -25,7 +25,7 @@ from torch import Tensor
 
 from avref.config import SpeculativeConfig
 from avref.drafters.base import DraftProposal, Enough
-from avref.packed import Layout
+from avref.layout import Layout
 
 if TYPE_CHECKING:
     from avref.llm import LLM

@@ -25,7 +25,7 @@ from avref.drafters.base import DraftProposal
 from avref.engine import MAX_PREFILL_TOKENS
 from avref.evidence.journal import Journal
 from avref.evidence.trace_file import COLUMNS, Array
-from avref.packed import Layout
+from avref.layout import Layout
 
 if TYPE_CHECKING:
     from avref.llm import LLM

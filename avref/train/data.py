@@ -21,7 +21,7 @@ from avref.config import SamplingParams
 from avref.engine import Request
 from avref.evidence.bench_setting import fingerprint
 from avref.files import differences, load_tensors, save_tensors, write_text
-from avref.packed import Layout
+from avref.layout import Layout
 
 TOP = 128  # target probabilities kept per position; the rest is folded into the normaliser
 
