@@ -78,7 +78,7 @@ def processor() -> str:
 def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, again: bool = False) -> CostTable:
     """The saved table for this setting, or a new one, measured now and saved."""
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
-    setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven"}
+    setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven, in rectangles"}
     key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
@@ -129,7 +129,7 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
 
 def _measure(
     llm: LLM, num_requests: int, depth: int, context: int, repeats: int
-) -> tuple[dict[int, list[float]], dict[int, list[float]]]:
+) -> list[dict[int, list[float]]]:
     """Milliseconds of drafting by depth, and of the rest of the step by number of verified drafts."""
     flat = CostTable(np.ones(num_requests + 1), np.ones(num_requests * (depth + 1) + 1))
     engine = Engine(
@@ -145,7 +145,7 @@ def _measure(
     order = random.Random(0)
     kinds = [(depth, k) for k in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
     fits = 0  # steps that the requests still have room for
-    for repeat, (drafted, k) in _rounds(kinds, order, repeats):
+    for drafted, k in _rounds(kinds, order, repeats):
         if fits == 0:
             fits = _refill(engine, llm, num_requests, depth, context)
         engine.override, engine.fixed_depth = _uneven(k, depth, num_requests), drafted
@@ -153,23 +153,21 @@ def _measure(
         engine.step()
         after = engine.watch.read()
         fits -= 1
-        if repeat == 0:
-            continue  # the first round warms allocators and caches up
         step = {name: after[name] - before[name] for name in after}
         draft[drafted].append(step["draft"])
         if drafted == depth:
             verify[k].append(step["verify"] + step["sample"] + step["other"])
-    return draft, verify
+    # the first round warms allocators and caches up; where steps take long, it is one of the few that count
+    return [{n: ms[len(ms) > repeats :] for n, ms in points.items()} for points in (draft, verify)]
 
 
-def _rounds(kinds: list[tuple[int, int]], order: random.Random, repeats: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """(round, kind) of what to time: a warm-up round 0, `repeats` rounds, and more while they take little time."""
+def _rounds(kinds: list[tuple[int, int]], order: random.Random, repeats: int) -> Iterator[tuple[int, int]]:
+    """Kinds of steps to time, in `repeats` rounds of shuffled order, and in more while they take little time."""
     began = time.perf_counter()
     for repeat in range(1 + max(repeats, MOST_REPEATS)):
-        if repeat > repeats and time.perf_counter() - began > ENOUGH_S:
+        if repeat >= repeats and time.perf_counter() - began > ENOUGH_S:
             return
-        for kind in order.sample(kinds, len(kinds)):
-            yield repeat, kind
+        yield from order.sample(kinds, len(kinds))
 
 
 def _uneven(k: int, depth: int, num_requests: int) -> Callable[[int], int]:
