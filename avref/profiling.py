@@ -127,9 +127,7 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     return table
 
 
-def _measure(
-    llm: LLM, num_requests: int, depth: int, context: int, repeats: int
-) -> list[dict[int, list[float]]]:
+def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int) -> list[dict[int, list[float]]]:
     """Milliseconds of drafting by depth, and of the rest of the step by number of verified drafts."""
     flat = CostTable(np.ones(num_requests + 1), np.ones(num_requests * (depth + 1) + 1))
     engine = Engine(
