@@ -14,6 +14,7 @@ import pytest
 
 from avref import LLM, SamplingParams, workloads
 from avref.cost_table import CostTable
+from avref.evidence.journal import Journal
 from avref.evidence.recording import _header
 from avref.evidence.replay import Policy, Replay
 from avref.evidence.trace_file import Trace
@@ -51,7 +52,7 @@ def test_replay_counts_what_the_engine_counted(method: str, prompts_each: int, c
     answers = own_answers(llm, prompts)
     engine = llm.stats
     header = _header(llm, list(prompts), PARAMS, 0)
-    trace = Trace(header, **walk(llm, answers, PARAMS, 0, False))
+    trace = Trace(header, **walk(llm, answers, PARAMS, 0, False, Journal(None, {})))
     policy = Policy.adaptive() if adaptive else Policy.fixed(K)
     runs = [Replay(trace, TABLE, policy, num_requests=R, seed=s).run().stats for s in range(8)]
     steps = sum(s.num_request_steps for s in runs)
