@@ -19,6 +19,7 @@ from avref.llm import LLM
 from avref.stats import Stats
 
 WARMUP_CONCURRENCY, WARMUP_INTERVAL, WARMUP_REFITS = 8, 32, 5
+WARMUP_TOKENS = 24  # per request at each further load: more steps than are drafted in full before the first choice
 MILLISECONDS = ("prefill", "draft", "verify", "sample", "other")
 Item = TypeVar("Item")
 
@@ -82,11 +83,13 @@ def warm_up(
     max_tokens: int,
     concurrency: int = WARMUP_CONCURRENCY,
     interval: int = WARMUP_INTERVAL,
+    loads: Sequence[int] = (),
 ) -> int:
     """Let an adaptive arm learn from prompts of their own until `WARMUP_REFITS` refits; return the steps taken.
 
     A refit comes every `interval` steps here, so that it takes seconds; an arm without an estimator takes as many
-    steps as those refits need.
+    steps as those refits need. At each of the `loads` a few steps follow, since what drafting is worth depends on the
+    number of requests (`depth`).
     """
     estimator = llm.estimator
     usual = estimator.refit_interval if estimator else 0
@@ -98,6 +101,9 @@ def warm_up(
         refits, steps, seed = refits + run.stats.num_refits, steps + run.stats.num_steps, seed + len(prompts)
     if estimator:
         estimator.refit_interval = usual
+    for load in sorted(set(loads) - {concurrency}):
+        own = [prompts[i % len(prompts)] for i in range(load)]
+        steps += measure(llm, own, params(load, WARMUP_TOKENS, seed, ignore_eos=True), load).stats.num_steps
     return steps
 
 

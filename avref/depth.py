@@ -18,14 +18,19 @@ drafts whose fate is settled. Nothing about the present step's drafts is read, s
 emitted law stays the target's (a depth that depends on the drafts themselves does bias it:
 `exact.aggregate_early_stop`).
 
-A step drafted to depth d says nothing about deeper ones. So the first steps are drafted in full, and later every 16th,
-or every 16 n-th where drafting is dear, so that drafting for it costs at most 2 % of the time (verifying what such a
-step admits is not counted).
+What a draft is worth depends on the load: with more requests each is worth verifying less often. So the means are kept
+by powers of two of R, and a change of R does not have to be learned anew.
+
+A step drafted to depth d says nothing about deeper ones. So the first steps at a load are drafted in full, later every
+16th, or every 16 n-th where drafting is dear, so that drafting for it costs at most 2 % of the time (verifying what
+such a step admits is not counted).
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,25 +46,36 @@ EXPLORE_SHARE = 0.02
 """Most of the time that this may cost, by the cost table."""
 
 
+class Worth:
+    """Running means at one load, by depth 0 .. K: what `DraftDepth` knows."""
+
+    def __init__(self, num_positions: int) -> None:
+        self.tokens = np.ones(num_positions + 1)  # a_d
+        self.verified = np.zeros(num_positions + 1)  # b_d
+        self.drafted = np.arange(num_positions + 1.0)  # e_d
+        self.seen = np.zeros(num_positions + 1, dtype=np.int64)  # steps behind them
+
+
 class DraftDepth:
-    """Running means of what each depth is worth, and the depth that they recommend.
+    """What each depth is worth at each load, and the depth that this recommends.
 
     `rate` is that of the means (the first few steps are averaged evenly); `warmup` full steps come before the first
     choice.
     """
 
     def __init__(self, num_positions: int, *, rate: float = 0.1, warmup: int = 8) -> None:
-        self.num_positions, self.rate, self.warmup = num_positions, rate, warmup
-        self.tokens = np.ones(num_positions + 1)  # a_d
-        self.verified = np.zeros(num_positions + 1)  # b_d
-        self.drafted = np.arange(num_positions + 1.0)  # e_d
-        self.seen = np.zeros(num_positions + 1, dtype=np.int64)  # steps behind them
+        self.rate, self.warmup = rate, warmup
+        self._worth: defaultdict[int, Worth] = defaultdict(partial(Worth, num_positions))
         self.in_full = True  # whether the depth chosen last is for learning, and the block must not end early
+
+    def worth(self, num_requests: int) -> Worth:
+        """What was learned from steps of so many requests, or others up to the same power of two."""
+        return self._worth[(num_requests - 1).bit_length()]
 
     def choose(self, step: int, num_requests: int, deepest: int, cost_table: CostTable) -> int:
         """Depth for a step that may draft up to `deepest` positions; `step` counts decode steps from 0."""
-        self.in_full = True
-        if deepest == 0 or self.seen[deepest] < self.warmup:
+        self.in_full, now = True, self.worth(num_requests)
+        if deepest == 0 or now.seen[deepest] < self.warmup:
             return deepest
         full_ms = draft_ms(cost_table, num_requests, deepest)
         plain_ms = float(cost_table.verify(num_requests, np.array([num_requests]))[0])
@@ -68,13 +84,13 @@ class DraftDepth:
             return deepest
         self.in_full = False
         depths = slice(0, deepest + 1)
-        packed = num_requests * (1.0 + self.verified[depths])  # [deepest+1] tokens, seldom a whole number
+        packed = num_requests * (1.0 + now.verified[depths])  # [deepest+1] tokens, seldom a whole number
         packed = np.minimum(packed, cost_table.token_limit(num_requests))
         below, above = np.floor(packed).astype(int), np.ceil(packed).astype(int)
         low, high = cost_table.verify(num_requests, below), cost_table.verify(num_requests, above)
         verify_ms = low + (packed - below) * (high - low)
-        drafting_ms = np.interp(self.drafted[depths], np.arange(deepest + 1), full_ms)
-        rates = num_requests * self.tokens[depths] / (drafting_ms + verify_ms)
+        drafting_ms = np.interp(now.drafted[depths], np.arange(deepest + 1), full_ms)
+        rates = num_requests * now.tokens[depths] / (drafting_ms + verify_ms)
         return int(rates.argmax())  # of equal ones the smallest depth
 
     def learn(
@@ -99,12 +115,12 @@ class DraftDepth:
         best = np.where(budgets <= limit, expected / step_ms, 0.0).argmax(axis=1)[:, None]  # [D, 1]
         emitted = np.take_along_axis(expected, best, axis=1)[:, 0]  # [D] A_d
         verified = np.take_along_axis(budgets, best, axis=1)[:, 0]  # [D] B_d
-        now = slice(1, deepest + 1)
-        self.seen[now] += 1
-        rate = np.maximum(self.rate, 1.0 / self.seen[now])
-        self.tokens[now] += rate * (emitted / num_requests - self.tokens[now])
-        self.verified[now] += rate * (verified / num_requests - self.verified[now])
-        self.drafted[now] += rate * (np.minimum(np.arange(1, deepest + 1), ended_at or deepest) - self.drafted[now])
+        now, depths = self.worth(num_requests), slice(1, deepest + 1)
+        now.seen[depths] += 1
+        rate = np.maximum(self.rate, 1.0 / now.seen[depths])
+        now.tokens[depths] += rate * (emitted / num_requests - now.tokens[depths])
+        now.verified[depths] += rate * (verified / num_requests - now.verified[depths])
+        now.drafted[depths] += rate * (np.minimum(np.arange(1, deepest + 1), ended_at or deepest) - now.drafted[depths])
 
 
 def draft_ms(cost_table: CostTable, num_requests: int, deepest: int) -> Floats:

@@ -75,7 +75,7 @@ def quickstart(
     cold_run = arms.measure(adaptive, warm[::5], arms.params(len(warm[::5]), max_tokens, 40_000), together)
     fresh.restore()  # forget what the cold run taught
     started = time.perf_counter()
-    warm_steps = arms.warm_up(adaptive, warm, max_tokens, together, arms.WARMUP_INTERVAL)
+    warm_steps = arms.warm_up(adaptive, warm, max_tokens, together, arms.WARMUP_INTERVAL, concurrency)
     warm_s = time.perf_counter() - started
     jobs = [(r, c, name) for r in range(repeats) for c in concurrency for name in arms.rotate(list(llms), r)]
     runs: dict[tuple[int, str], list[Run]] = {}

@@ -290,7 +290,7 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
     adaptive = arms["adaptive-7"]
     adaptive.cost_table = profiling.load_or_profile(adaptive)
     warm = base.prompt_ids(workloads.load("warmup"))
-    warm_up(adaptive, warm, 48)
+    warm_up(adaptive, warm, 48, loads=(1, 8, 32))
     control = LLM(
         base.model,
         {"method": method, "model": drafter, "num_speculative_tokens": 7},
@@ -323,19 +323,14 @@ def _speeds(
     base: LLM, arms: dict[str, LLM], names: Sequence[str], concurrency: int, repeats: int
 ) -> dict[str, list[float]]:
     """Tokens per second of each arm, interleaved; every repeat has prompts of its own."""
-    from avref.arms import measure
+    from avref.arms import measure, params, rotate
 
     prompts = base.prompt_ids(workloads.mix())
     count = max(3, concurrency + concurrency // 2)
     speeds: dict[str, list[float]] = {n: [] for n in names}
     for repeat in range(repeats):
         chosen = [prompts[(100 + repeat * count + i) % len(prompts)] for i in range(count)]
-        params = [
-            SamplingParams(temperature=1.0, top_p=0.95, max_tokens=48, seed=7000 * (repeat + 1) + i)
-            for i in range(count)
-        ]
-        for name in (
-            names[repeat % len(names) :] + list(names[: repeat % len(names)]) if isinstance(names, list) else names
-        ):
-            speeds[name].append(measure(arms[name], chosen, params, concurrency).tokens_per_s)
+        own = params(count, 48, 7000 * (repeat + 1))
+        for name in rotate(names, repeat):
+            speeds[name].append(measure(arms[name], chosen, own, concurrency).tokens_per_s)
     return speeds

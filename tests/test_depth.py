@@ -49,6 +49,7 @@ def test_one_step_by_brute_force(seed: int) -> None:
     costs = table(rng, 6, num_positions, seed % 2 == 0, max(room, num_requests))
     got = DraftDepth(num_positions)
     got.learn(survival, capacities, costs)
+    worth = got.worth(num_requests)
     for d in range(num_positions + 1):
         tokens, budget = 1.0, 0
         if 1 <= d <= depth:
@@ -56,9 +57,9 @@ def test_one_step_by_brute_force(seed: int) -> None:
             budget = choose_budget(survival[:, :d], costs, num_requests, "argmax", capacities=cut)
             slots = [survival[r, k] for r in range(num_requests) for k in range(cut[r])]
             tokens = 1.0 + sum(sorted(slots, reverse=True)[:budget]) / num_requests
-        assert got.tokens[d] == pytest.approx(tokens)
-        assert got.verified[d] == pytest.approx(budget / num_requests)
-    assert got.seen.tolist() == [0] + [int(d <= depth) for d in range(1, num_positions + 1)]
+        assert worth.tokens[d] == pytest.approx(tokens)
+        assert worth.verified[d] == pytest.approx(budget / num_requests)
+    assert worth.seen.tolist() == [0] + [int(d <= depth) for d in range(1, num_positions + 1)]
 
 
 def test_means_are_even_at_first_and_then_running() -> None:
@@ -69,11 +70,11 @@ def test_means_are_even_at_first_and_then_running() -> None:
         all_of_them.learn(*s, costs)
         single = DraftDepth(3)
         single.learn(*s, costs)
-        alone.append(single.tokens)
+        alone.append(single.worth(4).tokens)
     mean = np.mean(alone[:10], axis=0)
     for tokens in alone[10:]:
         mean = mean + 0.1 * (tokens - mean)
-    assert all_of_them.tokens == pytest.approx(mean)
+    assert all_of_them.worth(4).tokens == pytest.approx(mean)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -86,10 +87,10 @@ def test_choice_by_brute_force(seed: int) -> None:
         depth.learn(*step(rng, num_requests, 5), costs)
     rates = []
     for d in range(deepest + 1):
-        packed = num_requests * (1 + depth.verified[d])
+        packed = num_requests * (1 + depth.worth(num_requests).verified[d])
         verify = np.interp(packed, np.arange(1, 31), costs.verify(num_requests, np.arange(1, 31)))
         draft = costs.draft(num_requests, d) if d else 0.0
-        rates.append(num_requests * depth.tokens[d] / (draft + verify))
+        rates.append(num_requests * depth.worth(num_requests).tokens[d] / (draft + verify))
     assert depth.choose(0, num_requests, deepest, costs) == rates.index(max(rates))
 
 
@@ -109,6 +110,20 @@ def test_steps_drafted_in_full_whatever_was_learned() -> None:
     assert full == [[15, 31, 47, 63, 79, 95, 111, 127], [63, 127]]  # .3 / 16 and 1 / 64 are below 2 %
     assert (EXPLORE_EVERY, EXPLORE_SHARE) == (16, 0.02)
     assert depth.choose(0, 2, 0, dear) == 0
+
+
+def test_another_load_neither_spoils_nor_hides_what_was_learned() -> None:
+    """Drafts that pay at 2 requests and not at 32: going to and fro, each load goes on with its own choice at once."""
+    costs = CostTable(np.ones(65), np.r_[1.0, np.linspace(100, 101, 8), np.linspace(110, 3000, 512)])
+    depth, useful = DraftDepth(3, warmup=4), np.tile([0.6, 0.36, 0.2], (64, 1))
+    for _ in range(2):
+        for num_requests in (2, 32):
+            for n in range(6):
+                chosen = depth.choose(n, num_requests, 3, costs)
+                depth.learn(useful[:num_requests, :chosen], np.full(num_requests, chosen), costs)
+    assert [depth.choose(0, r, 3, costs) for r in (2, 32, 2)] == [3, 0, 3]
+    assert depth.worth(17) is depth.worth(32) is not depth.worth(33) and depth.worth(1) is not depth.worth(2)
+    assert depth.worth(2).seen.tolist() == [0, 12, 12, 12] and depth.worth(32).seen.tolist() == [0, 4, 4, 4]
 
 
 # In the engine
@@ -209,8 +224,8 @@ def test_emitted_law(method: str, rule: str, target: Any, monkeypatch: pytest.Mo
     chosen: list[int] = []
 
     def erratic(self: DraftDepth, step: int, num_requests: int, deepest: int, cost_table: CostTable) -> int:
-        self.rate = 1.0
-        chosen.append((int(1e6 * self.tokens.sum()) + step) % (deepest + 1) if self.seen[deepest] else deepest)
+        self.rate, worth = 1.0, self.worth(num_requests)
+        chosen.append((int(1e6 * worth.tokens.sum()) + step) % (deepest + 1) if worth.seen[deepest] else deepest)
         return chosen[-1]
 
     monkeypatch.setattr(DraftDepth, "choose", erratic)

@@ -118,6 +118,19 @@ def test_early_stop_and_lookahead_grow_slot_by_slot_until_no_end_improves(step):
         assert budget == grown(rule, S, capacities, costs, profile), rule
 
 
+def test_early_stop_and_lookahead_on_random_staircases():
+    """Steps of these heights leave a rule in the middle of one, where it must not look back at the end of the last."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        shape = num_requests, depth = int(rng.integers(1, 5)), int(rng.integers(2, 7))
+        S = np.sort(rng.random(shape) ** 2, axis=1)[:, ::-1]
+        profile = np.sort(rng.random(S.size) ** 2)[::-1]
+        costs = CostTable(np.zeros(5), 1 + rng.choice([0.0, 0.0, 0.3, 0.9], size=31).cumsum())
+        for rule in ("early_stop", "lookahead"):
+            expected = grown(rule, S, [depth] * num_requests, costs, profile)
+            assert choose_budget(S, costs, num_requests, rule, profile) == expected
+
+
 @pytest.mark.parametrize("slope", [0.002, 0.02, 0.05])
 def test_lookahead_grows_slot_by_slot_across_the_blocks_that_it_works_in(slope):
     rng = np.random.default_rng(4)

@@ -35,6 +35,20 @@ def test_survival_never_rises_in_float32():
         assert S.dtype == torch.float32 and (S.diff(dim=-1) <= 0).all() and S.max() <= 1 and S.min() >= 0
 
 
+def test_survival_never_rises_where_a_parallel_product_does(monkeypatch):
+    """A CPU multiplies in order; a GPU's parallel product may end one rounding higher than the one before."""
+    risen = torch.tensor([[0.5, 0.5 + 1e-7, 0.2]])
+    monkeypatch.setattr(torch.Tensor, "cumprod", lambda self, dim: risen)
+    assert survival(torch.ones(1, 3)).tolist() == [[0.5, 0.5, float(risen[0, 2])]]
+
+
+def test_the_cost_of_drafting_is_that_of_the_depth_drafted():
+    """One position drafted: cheap, so the second token does not pay. As dear as the table's deepest, it would."""
+    costs = CostTable(np.array([[0, 0, 0], [0, 0.0, 9.0]]), np.array([1.0, 1.0, 2.0, 3.0]))
+    assert choose_budget(np.array([[0.8]]), costs, 1) == 0
+    assert choose_budget(np.array([[0.8, 0.7]]), costs, 1) == 2
+
+
 def test_staircase_of_c105():
     S, costs = np.array([SURVIVAL_C105]), table(STAIRCASE_C105)
     ratio = (1 + np.concatenate([[0], np.cumsum(SURVIVAL_C105)])) / STAIRCASE_C105[1:]

@@ -55,7 +55,7 @@ class Runner:
         self.built.clear()
         gc.collect()
 
-    def ready(self, unit: Unit, max_num_seqs: int) -> bool:
+    def ready(self, unit: Unit, loads: Sequence[int]) -> bool:
         """Build the unit's arm at its first run, with its cost table measured and its estimator warmed up.
 
         False, and the reason in `refused`, for a drafter that lacks what this confidence reads.
@@ -64,13 +64,13 @@ class Runner:
             return True
         try:
             arm = self.chosen(unit)
-            llm = arms.build(self.base, arm.config, max_num_seqs)
+            llm = arms.build(self.base, arm.config, max(loads))
         except ValueError as error:
             if unit.block != "drafters":
                 raise
             self.refused[unit.arm.owner] = str(error)
             return False
-        self.built[unit.arm.name] = self._prepared(llm, arm, max_num_seqs)
+        self.built[unit.arm.name] = self._prepared(llm, arm, loads)
         return True
 
     def run(self, unit: Unit) -> dict[str, Any]:
@@ -119,13 +119,14 @@ class Runner:
         more = drafter.model.model if arm.theirs == "assisted" else None, llm.engine.num_positions
         return outside.generate(self.base.model, prompts, max_tokens, top_p, seed, together, *more)
 
-    def _prepared(self, llm: LLM, arm: Arm, max_num_seqs: int) -> Built:
+    def _prepared(self, llm: LLM, arm: Arm, loads: Sequence[int]) -> Built:
         if arm.trims_all:
             llm.engine.override = lambda drafted: 0
         if llm.engine.has_budget:
-            llm.cost_table = self._cost_table(llm, arm, max_num_seqs)
-            together = min(arms.WARMUP_CONCURRENCY, max_num_seqs)
-            arms.warm_up(llm, self.warm, self.max_tokens, together, arms.WARMUP_INTERVAL)
+            llm.cost_table = self._cost_table(llm, arm, max(loads))
+            together = min(arms.WARMUP_CONCURRENCY, max(loads))
+            further = loads if llm.engine.depth else ()
+            arms.warm_up(llm, self.warm, self.max_tokens, together, arms.WARMUP_INTERVAL, further)
             return Built(llm, arms.Learned(llm), arms.fit(llm))
         if arm.theirs:
             self._theirs(llm, arm, self.warm[:1], 2, 1.0, 0, 1)  # the first call is slower than the rest
@@ -217,32 +218,32 @@ def bench(
 def _run_all(runner: Runner, plan: Plan, minutes: float | None, progress: bool) -> list[str]:
     """Run what the journal does not hold -> the keys of the runs that did not fit into `minutes`."""
     journal, began = runner.journal, time.monotonic()
-    units = [(u, plan.largest(block)) for block in plan.blocks for u in plan.units(block)]
-    left = [u for u, _ in units if u.key not in journal]
+    units = [u for block in plan.blocks for u in plan.units(block)]
+    left = [u for u in units if u.key not in journal]
     minutes_left = plan.seconds(journal.records, runner.max_tokens) * _pace(journal, units, runner.max_tokens) / 60
     _say(
         f"{len(units)} runs, {len(units) - len(left)} done before; the others take about {minutes_left:.0f} minutes"
         + (" at the pace of those done" if len(left) < len(units) else " on two cores with the default target")
     )
     with tqdm(total=len(left), desc="bench", unit="run", disable=not progress, dynamic_ncols=True) as bar:
-        for i, (unit, most) in enumerate(units):
-            if i and unit.block != units[i - 1][0].block:
+        for i, unit in enumerate(units):
+            if i and unit.block != units[i - 1].block:
                 runner.forget()
             if unit.key in journal or unit.arm.owner in runner.refused:
                 continue
             seconds = unit.seconds(runner.max_tokens) * _pace(journal, units[:i], runner.max_tokens)
             if minutes is not None and time.monotonic() - began + seconds > 60 * minutes:
-                return _say_left(runner, [u for u, _ in units], minutes)
+                return _say_left(runner, units, minutes)
             bar.set_postfix_str(unit.key, refresh=False)
-            if runner.ready(unit, most):
+            if runner.ready(unit, plan.loads(unit.block)):
                 journal.append(unit.key, runner.run(unit))
             bar.update()
     return []
 
 
-def _pace(journal: Journal, units: Sequence[tuple[Unit, int]], max_tokens: int) -> float:
+def _pace(journal: Journal, units: Sequence[Unit], max_tokens: int) -> float:
     """Seconds taken over seconds guessed, of the runs done."""
-    done = [u for u, _ in units if u.key in journal]
+    done = [u for u in units if u.key in journal]
     guessed = sum(u.seconds(max_tokens) for u in done)
     return sum(journal.records[u.key]["seconds"] for u in done) / guessed if done else 1.0
 

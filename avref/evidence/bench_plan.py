@@ -119,9 +119,9 @@ class Plan:
     def most(self) -> int:
         return max(self.concurrency)
 
-    def largest(self, block: str) -> int:
-        """The largest concurrency in a block: what its arms are built for."""
-        return max(cell.concurrency for cell in self.cells(block))
+    def loads(self, block: str) -> list[int]:
+        """The concurrencies of a block: its arms are built for the largest, and warmed up at each."""
+        return sorted({cell.concurrency for cell in self.cells(block)})
 
     def cells(self, block: str) -> list[Cell]:
         """The cells of a block in the order in which they are first run."""
