@@ -149,7 +149,9 @@ def _sample(
     jobs = itertools.cycle(turns) if offsets is not None else iter(turns)
     answers: list[Answer] = []
     count = made = 0
-    while batch := list(itertools.islice(jobs, 2 * rows)):
+    full = params.max_tokens - 1  # offsets of the longest answer: no more answers than can be needed are begun
+    wanted = lambda: 2 * rows if offsets is None else min(2 * rows, -(-(offsets - count) // full))  # noqa: E731
+    while batch := list(itertools.islice(jobs, wanted())):
         if (key := f"answers {made}") not in journal:
             seeds = [((params.seed or 0) * 1_000_003 + seed * 10_007 + made + i) % 2**63 for i in range(len(batch))]
             outputs = sampler.generate([ids for _, _, ids in batch], [replace(params, seed=s) for s in seeds])
