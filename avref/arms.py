@@ -170,7 +170,7 @@ def row(concurrency: int, arm: str, runs: Sequence[Run], plain: Sequence[float |
         "speedup_range": [min(ratios), max(ratios)] if ratios else None,
         "tokens_per_s_with_prefill": statistics.median(s.num_tokens / s.wall_s for s in stats),
         "tokens_per_forward": float(emitted / max(total["num_steps"], 1)),
-        "tokens_per_request_step": float(emitted / max(total["num_request_steps"], 1)),
+        "tokens_per_request_step": float(emitted / total["num_request_steps"]) if total["num_request_steps"] else 1.0,
         "verified_per_step": float(total["verified_by_position"].sum() / max(total["num_steps"], 1)),
         **{name: values.tolist() for name, values in total.items() if name.endswith("_by_position")},
         "milliseconds": {k: float(total[f"{k}_ms"]) for k in MILLISECONDS},

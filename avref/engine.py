@@ -190,6 +190,9 @@ class Engine:
             self.stats.num_tokens += taken
             graded_accepted.append(min(n, taken))  # nothing behind a stop token is graded
             graded_verified.append(min(m, taken) if taken <= n else m)
+        if grade := getattr(self.drafter, "grade", None):  # n-grams keep a record of their own
+            for r, verdict in enumerate(zip(graded_accepted, graded_verified, strict=True)):
+                grade(r, *verdict)
         if self.estimator is not None and decision is not None and decision.features is not None:
             self.estimator.observe(
                 decision.features,

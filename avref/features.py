@@ -32,6 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from avref.sampling import GREEDY_BELOW
+
 MAX_LOG_ODDS = 40.0
 """Features are clamped to +-40, as in vLLM: q_max of 1 - 4e-18 and of exactly 1 are the same to the estimator."""
 
@@ -131,10 +133,10 @@ def _check(logits: Tensor) -> None:
 
 
 def _positive(logits: Tensor, temperature: Temperature) -> Tensor:
-    """The temperature of every row in float32 [...], with 1 where it is 0 or less (greedy)."""
+    """The temperature of every row in float32 [...], with 1 where it means greedy."""
     given = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
     try:
-        return torch.where(given <= 0, torch.ones_like(given), given).expand(logits.shape[:-1])
+        return torch.where(given < GREEDY_BELOW, torch.ones_like(given), given).expand(logits.shape[:-1])
     except RuntimeError:
         raise ValueError(
             f"temperature of shape {tuple(given.shape)} does not broadcast to logits rows {tuple(logits.shape[:-1])}; "
@@ -151,7 +153,7 @@ def _shifted(logits: Tensor, temperature: Temperature) -> Iterator[tuple[slice, 
     flat = logits.detach().reshape(-1, logits.shape[-1])  # [N, V]
     num_rows, width = flat.shape
     scale = None
-    if isinstance(temperature, Tensor) or not (temperature <= 0 or temperature == 1.0):
+    if isinstance(temperature, Tensor) or not (temperature < GREEDY_BELOW or temperature == 1.0):
         scale = _positive(logits, temperature).reshape(-1, 1)  # [N, 1]
     block = max(1, _CACHED_ELEMENTS // width) if flat.device.type == "cpu" else max(1, num_rows)
     buffer = torch.empty(min(block, num_rows), width, dtype=torch.float32, device=flat.device)

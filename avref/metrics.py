@@ -139,7 +139,8 @@ def leading_accepts(matches: npt.ArrayLike) -> npt.NDArray[np.int64]:
 def mean_acceptance_length(accepted_by_position: npt.ArrayLike, steps: int) -> float:
     """Tokens emitted per request and step: ``1 + sum over positions of accepted[k] / steps``.
 
-    The 1 is the token that every step emits beside its accepted drafts (bonus or replacement). accepted_by_position [K]
+    The 1 is the token that every step emits beside its accepted drafts (bonus or replacement); a step that a stop token
+    ends inside its drafts has none, so for such traffic take `Stats.tokens_per_request_step`. accepted_by_position [K]
     counts the accepted drafts of each position, steps the (request, step) pairs. accepted[k] / steps is the measured
     survival of position k, so no assumption of equal or independent acceptances enters (p + p^2 + ... would). 1.0 when
     nothing was accepted, or before the first step.

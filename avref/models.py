@@ -210,7 +210,7 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
     wrong = [t for t in ours if theirs.get(t) != ours[t]] or [t for t in theirs if t not in ours]
     example = wrong[0]
     raise ValueError(
-        f"the drafter's tokenizer differs from the target's in {len(wrong)} tokens of {len(ours)} "
+        f"the drafter's tokenizer differs from the target's in {len(wrong)} token(s) of {len(ours)} "
         f"(for instance {example!r}: target id {ours.get(example)}, drafter id {theirs.get(example)}); "
         "speculative decoding compares token ids, so both need the same tokenizer"
     )

@@ -48,9 +48,10 @@ class Stats:
     def tokens_per_request_step(self) -> float:
         """Mean acceptance length: tokens emitted per request and decode step.
 
-        The residual or bonus token is included, so this is 1 without speculation.
+        The residual or bonus token is included, so this is 1 without speculation, and before the first step.
         """
-        return (self.num_tokens - self.num_requests) / max(self.num_request_steps, 1)
+        emitted = self.num_tokens - self.num_requests
+        return emitted / self.num_request_steps if self.num_request_steps else 1.0
 
 
 class Stopwatch:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import test_lossless_end_to_end
 import tiny
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from avref import LLM, SamplingParams
 from avref.drafters import weights
+from avref.drafters.base import draw
 from avref.drafters.draft_model import DraftModel, TinyLlama, TinyLlamaConfig
 from avref.layout import Layout
 from avref.packed import plain_attention
@@ -334,3 +336,11 @@ def test_the_shipped_shape_fits(tmp_path: Path) -> None:
     config = TinyLlamaConfig(576, 1152, 2, 9, 3, 64, 49152, 8192, 8192, 100000.0, 1e-5)
     weights.save(TinyLlama(config), tmp_path, "draft_model", "smollm2")
     assert (tmp_path / "model.safetensors").stat().st_size <= 12_000_000
+
+
+def test_draws_are_made_in_float32() -> None:
+    """Logits .03 apart: in bfloat16 both ids would have q = .5, and the draw at .504 would be the other one."""
+    one, logits = torch.ones(1), torch.tensor([[10.03, 10.0]])
+    ids, q, drawn = draw(logits, one, torch.tensor([0.504]), greedy=False)
+    assert ids.tolist() == [0] and q is not None and q.dtype == torch.float32
+    assert float(drawn) == pytest.approx(1 / (1 + np.exp(-0.03)), abs=1e-6)

@@ -539,7 +539,7 @@ def test_no_prompts_no_work(target: Any, drafters: dict[str, Any]) -> None:
     llm = make(target, "draft_model", drafters["draft_model"], **adaptive("lookahead"))
     assert llm.generate([]) == []
     assert llm.stats.num_steps == 0
-    assert llm.stats.tokens_per_request_step == 0
+    assert llm.stats.tokens_per_request_step == 1
 
 
 def test_prompts_longer_than_one_prefill_forward(

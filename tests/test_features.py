@@ -159,3 +159,9 @@ def test_the_feature_pass_costs_at_most_half_more_than_one_softmax():
     assert fastest(lambda: logit_q_max(logits)) <= 1.5 * softmax
     assert fastest(lambda: logit_q_max(logits, 0.7)) <= 1.5 * softmax
     assert fastest(lambda: logit_q_max(logits.bfloat16())) <= 1.5 * softmax + 0.02  # the conversion itself is timed too
+
+
+@pytest.mark.parametrize("given", [1e-6, torch.tensor(1e-6), torch.tensor([[1e-6], [9e-6]])])
+def test_a_temperature_that_sampling_takes_for_greedy_is_greedy_here_too(given):
+    z = torch.randn(2, 3, 100)
+    torch.testing.assert_close(logit_q_max(z, given), logit_q_max(z, 0.0))

@@ -319,7 +319,17 @@ def test_different_tokenizers_are_refused(folder: Path, target: Any, tmp_path: P
     """C80: the same words under other ids."""
     target.save_pretrained(tmp_path)
     tiny.tokenizer([*WORDS[:3], *WORDS[:2:-1]]).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"tokenizer differs.* in 46 tokens of 50 .*target id .*, drafter id"):
+    with pytest.raises(ValueError, match=r"tokenizer differs.* in 46 token\(s\) of 50 .*target id .*, drafter id"):
+        make(str(folder), speculative(model=str(tmp_path)), dtype="float32")
+
+
+@pytest.mark.parametrize("words", [WORDS[:-1], [*WORDS, "surplus"]], ids=["fewer", "more"])
+def test_a_tokenizer_with_fewer_or_more_tokens_is_refused(
+    folder: Path, target: Any, tmp_path: Path, words: Any
+) -> None:
+    target.save_pretrained(tmp_path)
+    tiny.tokenizer(words).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer differs from the target's in 1 token"):
         make(str(folder), speculative(model=str(tmp_path)), dtype="float32")
 
 

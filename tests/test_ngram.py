@@ -52,6 +52,8 @@ def verdict(drafter: NGram, pending: Sequence[int], drafts: Sequence[Sequence[in
     chunks = [[token, *row] for token, row in zip(pending, drafts, strict=True)]
     layout = Layout([len(drafter.history[r].tokens) for r in range(len(chunks))], [len(c) for c in chunks])
     drafter.extend(layout, chunks, None, [n + 1 for n in accepted])
+    for r, n in enumerate(accepted):
+        drafter.grade(r, num_accepted=n, num_verified=len(drafts[r]))
 
 
 # Matches
@@ -271,6 +273,18 @@ def test_counts_follow_the_engine(target: Any) -> None:
     assert drafter.accepted.sum(0)[:5].tolist() == stats.accepted_by_position.tolist()
     limits = Counter(k for n in real for k in range(n))
     assert all(stats.drafted_by_position[k] <= limits[k] for k in range(5))
+
+
+def test_nothing_behind_a_stop_token_enters_the_record() -> None:
+    """The target goes round 3 4 5 6 7; a copy of the round is accepted whole, but the answer ends at 5."""
+    circle = torch.full((8, 8), -30.0)
+    circle[torch.arange(8), torch.tensor([0, 1, 2, 4, 5, 6, 7, 3])] = 30.0
+    llm = make(tiny.bigram(circle), 6)
+    out = llm.generate([[3, 4, 5, 6, 7, 3]], SamplingParams(max_tokens=20, stop_token_ids=(5,), temperature=0.0))
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, NGram) and out[0].outputs[0].token_ids == [4, 5]
+    assert llm.stats.graded_by_position.tolist() == [1, 0, 0, 0, 0, 0] == drafter.graded.sum(0)[:6].tolist()
+    assert llm.stats.accepted_by_position.tolist() == drafter.accepted.sum(0)[:6].tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def test_text_that_repeats_is_accepted_more() -> None:

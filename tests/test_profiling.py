@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from avref import LLM, SamplingParams, arms, cli, profiling, quickstart, selfcheck, speed
 from avref.cost_table import CostTable
+from avref.stats import Stopwatch
 from tests import tiny
 
 
@@ -41,6 +43,20 @@ def test_profile_covers_every_batch_and_leaves_the_engine_alone():
     assert llm.engine.running == [] and llm.engine.stats.num_steps == 0 and llm.engine.override is None
     after = llm.estimator.state_dict()
     assert all((before[k] == after[k]).all() if hasattr(before[k], "all") else before[k] == after[k] for k in before)
+
+
+def test_the_table_holds_the_whole_step(monkeypatch):
+    """Every lap of a step takes a time of its own; drafting apart, all of them count."""
+    laps = {"prefill": 100.0, "draft": 1.0, "verify": 2.0, "sample": 3.0, "other": 4.0}
+
+    def lap(self, name):
+        self.totals[name] += laps[name] if name != "other" or sys._getframe(1).f_code.co_name == "step" else 0.0
+
+    monkeypatch.setattr(Stopwatch, "lap", lap)
+    monkeypatch.setattr(profiling, "MOST_REPEATS", 1)
+    table = profiling.profile(adaptive_llm(), context=16, repeats=2)
+    assert {p[-1] for p in table.metadata["draft_points"]} == {1.0}
+    assert {p[-1] for p in table.metadata["verify_points"]} == {9.0}
 
 
 def test_the_first_generate_profiles_once_and_the_table_is_reused(tmp_path, monkeypatch):

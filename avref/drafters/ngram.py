@@ -92,11 +92,13 @@ class NGram:
         self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
     ) -> None:
         for row, (chunk, n) in enumerate(zip(tokens, kept, strict=True), start=layout.first_row):
-            self.grade(row, num_accepted=n - 1, num_verified=len(chunk) - 1)
             self.history[row].append(chunk[:n])
 
     def grade(self, row: int, num_accepted: int, num_verified: int) -> None:
-        """Count the verdict on the row's newest proposal, once: k is graded when k <= accepted and k < verified."""
+        """Count the verdict on the row's newest proposal, once: k is graded when k <= accepted and k < verified.
+
+        The engine gives what it gives an estimator: nothing behind a stop token counts.
+        """
         (n, num_drafted), self.proposed[row] = self.proposed[row], (0, 0)
         self.graded[n, : min(num_accepted + 1, num_verified, num_drafted)] += 1
         self.accepted[n, : min(num_accepted, num_drafted)] += 1
