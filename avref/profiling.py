@@ -112,7 +112,7 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
         file=sys.stderr,
     )
     draft_points, verify_points = [], []
-    for num_requests in batch_sizes(limit):
+    for num_requests in reversed(batch_sizes(limit)):  # a process is slowest at first, and short steps suffer most
         draft, verify = _measure(llm, num_requests, depth, context, repeats)
         draft_points += [(num_requests, d, statistics.median(ms)) for d, ms in draft.items()]
         verify_points += [(num_requests, num_requests * (1 + k), statistics.median(ms)) for k, ms in verify.items()]
