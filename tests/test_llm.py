@@ -342,6 +342,13 @@ def saved(target: Any, tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
+def test_the_folder_of_a_training_run_is_refused_and_the_drafter_in_it_named(saved: Path, target: Any) -> None:
+    saved.rename(saved.parent / "out")
+    for config in (dflash_config(str(saved.parent)), speculative(model=str(saved.parent))):
+        with pytest.raises(ValueError, match=r"holds a training run; pass the drafter that it made, '.*out'"):
+            make(target, config)
+
+
 def dflash_config(path: Any, **changes: Any) -> dict[str, Any]:
     return {"method": "dflash", "model": path, "num_speculative_tokens": 4, **changes}
 

@@ -130,6 +130,7 @@ class DraftModel(TokenByToken):
                 raise ValueError(f"speculative_config['model'] is {type(model).__name__}; give a causal LM")
             model = model.eval()
         else:
+            weights.check_not_where_it_was_trained(model)
             if llm.tokenizer is not None:
                 models.check_same_tokenizer(llm.tokenizer, models.load_tokenizer(model))
             model = models.load_model(model, llm.device, llm.dtype)

@@ -36,6 +36,14 @@ def is_drafter(folder: Any) -> bool:
         return False
 
 
+def check_not_where_it_was_trained(folder: Any) -> None:
+    """Raise ValueError for the folder of a training run: the drafter lies one deeper."""
+    if is_drafter(out := Path(folder) / "out"):
+        raise ValueError(
+            f"{str(folder)!r} holds a training run; the drafter that it made is in {str(out)!r}: pass that"
+        )
+
+
 def check_vocab_ids(vocab_ids: Tensor, vocab_size: int, method: str) -> None:
     """Raise ValueError unless a draft vocabulary [V_d] holds different ids of the target's `vocab_size`."""
     if len(vocab_ids.unique()) < len(vocab_ids) or int(vocab_ids.min()) < 0:
@@ -81,6 +89,7 @@ def read(folder: Path, method: str, config_class: type, model_class: type) -> An
     Raises ValueError for a folder that holds no drafter, or one of another method; RuntimeError, which names the first
     tensor that is wrong, for one that is damaged.
     """
+    check_not_where_it_was_trained(folder)
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(
