@@ -39,9 +39,7 @@ def is_drafter(folder: Any) -> bool:
 def check_not_where_it_was_trained(folder: Any) -> None:
     """Raise ValueError for the folder of a training run: the drafter lies one deeper."""
     if is_drafter(out := Path(folder) / "out"):
-        raise ValueError(
-            f"{str(folder)!r} holds a training run; the drafter that it made is in {str(out)!r}: pass that"
-        )
+        raise ValueError(f"{str(folder)!r} holds a training run; pass the drafter that it made, {str(out)!r}")
 
 
 def check_vocab_ids(vocab_ids: Tensor, vocab_size: int, method: str) -> None:
