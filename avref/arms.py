@@ -19,7 +19,7 @@ from avref.llm import LLM
 from avref.stats import Stats
 
 WARMUP_CONCURRENCY, WARMUP_INTERVAL, WARMUP_REFITS = 8, 32, 5
-WARMUP_TOKENS = 24  # per request at each further load: mostly more steps than are drafted in full before the first choice
+WARMUP_TOKENS = 24  # per request at each further load: mostly enough steps for a first choice of the depth
 MILLISECONDS = ("prefill", "draft", "verify", "sample", "other")
 Item = TypeVar("Item")
 
