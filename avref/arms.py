@@ -73,8 +73,31 @@ def chosen(prompts: Sequence[Item], count: int, repeat: int) -> list[Item]:
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int) -> Run:
     """Decode with `concurrency` requests running, until the prompts no longer fill the batch."""
-    llm.engine.max_num_seqs = concurrency
-    return Run(llm.measure(prompts, params))
+    return race({"": llm}, prompts, params, concurrency)[""]
+
+
+def race(
+    llms: Mapping[str, LLM], prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
+) -> dict[str, Run]:
+    """`measure` for several arms on the same prompts; they take turns, always the one with the fewest tokens so far.
+
+    A machine's own speed drifts within seconds, often by more than the arms differ. Taking turns step by step, all
+    arms meet the same machine, so that ratios of their speeds do not carry the drift. Equal ones go in the given order.
+    """
+    for llm in llms.values():
+        llm.engine.max_num_seqs = concurrency
+    running = {name: llm.measuring(prompts, params) for name, llm in llms.items()}
+    tokens = dict.fromkeys(llms, 0)
+    try:
+        while running:
+            name = min(running, key=tokens.__getitem__)
+            if next(running[name], None) is None:
+                del running[name]
+            tokens[name] = llms[name].stats.num_tokens
+    finally:
+        for steps in running.values():
+            steps.close()  # after an error: no requests are left behind
+    return {name: Run(llm.stats) for name, llm in llms.items()}
 
 
 def warm_up(

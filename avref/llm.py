@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,7 +149,13 @@ class LLM:
         token id outside the vocabulary.
         """
         requests = self._requests(prompts, sampling_params)
-        self._run(requests, lambda: bool(self.engine.waiting or self.engine.running), use_tqdm)
+        with (
+            tqdm(total=len(requests), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar,
+            closing(self._steps(requests, lambda: bool(self.engine.waiting or self.engine.running))) as steps,
+        ):
+            for finished in steps:
+                bar.update(finished)
+                bar.set_postfix_str(f"{self.stats.num_tokens} tokens", refresh=False)
         return [RequestOutput(r.prompt_ids, [self._completion(r)]) for r in requests]
 
     def measure(self, prompts: Any, sampling_params: Any = None) -> Stats:
@@ -156,18 +164,27 @@ class LLM:
         Give more prompts than `max_num_seqs`; those that have not ended by then are dropped. A batch that drains would
         punish whoever ends early.
         """
+        with closing(self.measuring(prompts, sampling_params)) as steps:
+            deque(steps, maxlen=0)
+        return self.stats
+
+    def measuring(self, prompts: Any, sampling_params: Any = None) -> Generator[int, None, None]:
+        """`measure`, one engine step for each item asked for, so that several LLMs can take turns (`arms.race`)."""
         engine = self.engine
         requests = self._requests(prompts, sampling_params)
-        self._run(requests, lambda: bool(engine.waiting) or len(engine.running) >= engine.max_num_seqs)
+        yield from self._steps(requests, lambda: bool(engine.waiting) or len(engine.running) >= engine.max_num_seqs)
         engine.abort()
-        return engine.stats
 
     def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
         return [self._request(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
 
-    def _run(self, requests: list[Request], keep_going: Callable[[], bool], use_tqdm: bool = False) -> None:
+    def _steps(self, requests: list[Request], keep_going: Callable[[], bool]) -> Generator[int, None, None]:
+        """Run the engine on these requests, a step at a time -> how many finished in each; times it leaves in `stats`.
+
+        Only steps are timed, not what the caller does between them.
+        """
         engine = self.engine
         if engine.has_budget and engine.cost_table is None and requests:
             from avref.profiling import load_or_profile
@@ -177,20 +194,19 @@ class LLM:
             raise RuntimeError("generate is already running on this LLM; wait for it, or use another LLM")
         engine.stats = Stats.zeros(engine.num_positions)
         engine.watch.totals = dict.fromkeys(engine.watch.totals, 0.0)
-        started = time.perf_counter()
         for request in requests:
             engine.add(request)
         try:
-            with tqdm(total=len(requests), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar:
-                while keep_going():
-                    bar.update(len(engine.step()))
-                    bar.set_postfix_str(f"{engine.stats.num_tokens} tokens", refresh=False)
+            while keep_going():
+                started = time.perf_counter()
+                finished = engine.step()
+                engine.stats.wall_s += time.perf_counter() - started
+                yield len(finished)
         except BaseException:
             engine.abort()  # one bad step must not leave requests behind for the next call
             raise
         for name, ms in engine.watch.read().items():
             setattr(engine.stats, f"{name}_ms", ms)
-        engine.stats.wall_s = time.perf_counter() - started
 
     def chat(
         self,

@@ -48,7 +48,7 @@ def quickstart(
     max_model_len: int = 512,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Run all arms, interleaved, and return every number of the result.
+    """Run all arms, interleaved step by step (`arms.race`), and return every number of the result.
 
     The result holds `rows` (one per arm and concurrency), `cold`, `warm_up`, `estimator`, `settings`, `machine` and
     `cost_table`. Each repeat has prompts of its own from the mix of the five workloads; every arm decodes the same
@@ -77,12 +77,14 @@ def quickstart(
     started = time.perf_counter()
     warm_steps = arms.warm_up(adaptive, warm, max_tokens, together, arms.WARMUP_INTERVAL, concurrency)
     warm_s = time.perf_counter() - started
-    jobs = [(r, c, name) for r in range(repeats) for c in concurrency for name in arms.rotate(list(llms), r)]
+    jobs = [(r, c) for r in range(repeats) for c in concurrency]
     runs: dict[tuple[int, str], list[Run]] = {}
-    for repeat, c, name in tqdm(jobs, desc="measuring", unit="run", disable=not progress, dynamic_ncols=True):
+    for repeat, c in tqdm(jobs, desc="measuring", unit="race", disable=not progress, dynamic_ncols=True):
         count = max(3, c + c // 2)  # some enter when others leave
         own = arms.chosen(prompts, count, repeat), arms.params(count, max_tokens, 1000 * repeat)
-        runs.setdefault((c, name), []).append(arms.measure(llms[name], *own, c))
+        racing = {name: llms[name] for name in arms.rotate(list(llms), repeat)}
+        for name, run in arms.race(racing, *own, c).items():
+            runs.setdefault((c, name), []).append(run)
     plain = {c: [run.tokens_per_s for run in runs[c, "none"]] for c in concurrency}
     assert adaptive.cost_table is not None
     return {

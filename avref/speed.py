@@ -322,8 +322,8 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
 def _speeds(
     base: LLM, arms: dict[str, LLM], names: Sequence[str], concurrency: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Tokens per second of each arm, interleaved; every repeat has prompts of its own."""
-    from avref.arms import measure, params, rotate
+    """Tokens per second of each arm, taking turns step by step; every repeat has prompts of its own."""
+    from avref.arms import params, race, rotate
 
     prompts = base.prompt_ids(workloads.mix())
     count = max(3, concurrency + concurrency // 2)
@@ -331,6 +331,6 @@ def _speeds(
     for repeat in range(repeats):
         chosen = [prompts[(100 + repeat * count + i) % len(prompts)] for i in range(count)]
         own = params(count, 48, 7000 * (repeat + 1))
-        for name in rotate(names, repeat):
-            speeds[name].append(measure(arms[name], chosen, own, concurrency).tokens_per_s)
+        for name, run in race({n: arms[n] for n in rotate(names, repeat)}, chosen, own, concurrency).items():
+            speeds[name].append(run.tokens_per_s)
     return speeds

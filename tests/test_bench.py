@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from avref import LLM, arms, cli, plots
+from avref import LLM, arms, cli, plots, workloads
 from avref.drafters.draft_model import TinyLlama, TinyLlamaConfig
 from avref.evidence import bench, bench_report, bench_setting, outside, prompt_sets
 from avref.evidence.bench_plan import BLOCKS, MIX, TUNING, Arm, Plan, Unit
@@ -145,7 +146,10 @@ class Fake:
         self.fail_at: int | None = None
         monkeypatch.setattr(LLM, "prompt_ids", lambda llm, texts: [[3 + i % 40, 4, 5] for i in range(len(texts))])
         monkeypatch.setattr(bench.Runner, "ready", lambda runner, unit, most: True)
-        monkeypatch.setattr(bench.Runner, "run", lambda runner, unit: self.run(unit))
+        self.plan = Plan(
+            "draft_model", {"draft_model": 0, "ngram": 0}, {"draft_model": 2, "ngram": 2}, workloads.NAMES, (2,), 2
+        )
+        monkeypatch.setattr(bench.Runner, "run", lambda runner, units: [self.run(unit) for unit in units])
         for name in ("plot_pareto", "plot_off_on"):  # the whole bench below draws them
             monkeypatch.setattr(plots, name, lambda result: Figure((1, 1)))
         self.target = tiny.llama()
@@ -179,7 +183,10 @@ def test_a_killed_bench_goes_on_and_gives_the_same_table(fake, tmp_path):
         file.write(b'{"key": "concurrency | mix | 2 | fixed-2 | 1", "stats": {"num_')  # killed while it wrote
     fake.fail_at = None
     resumed = fake.bench(tmp_path / "killed")
-    assert fake.done == everything  # in order, none twice
+    again = [key for key in everything if fake.done.count(key) == 2]
+    races = {u.key: u.race for block in BLOCKS for u in fake.plan.units(block)}
+    assert {races[key] for key in again} == {races[everything[len(everything) // 2]]}  # only the race in progress
+    assert list(dict.fromkeys(fake.done)) == everything and len(fake.done) == len(everything) + len(again)
     assert resumed == whole
     assert (tmp_path / "killed" / "bench.md").read_text() == (tmp_path / "whole" / "bench.md").read_text()
     assert json.loads(journal.read_text().partition("\n")[0]) == {"settings": whole["settings"]}
@@ -311,6 +318,55 @@ def test_a_run_does_not_depend_on_the_runs_before_it(pair, method):
         assert state() == before
         assert counts() == first
     assert llm.engine.drafter is learned.engine.drafter and llm.model is base.model
+
+
+def racers(pair: tuple[Any, Any]) -> dict[str, LLM]:
+    target, draft = pair
+    base = LLM(target, max_num_seqs=1, max_model_len=64)
+    configs = {"none": None} | {f"fixed-{k}": arms.speculative("draft_model", draft, k, adaptive=False) for k in (1, 3)}
+    return {name: arms.build(base, config, 2) for name, config in configs.items()}
+
+
+def test_arms_of_a_race_take_turns_step_by_step(pair, monkeypatch):
+    """Each arm does what it does alone; at every moment all have nearly the same number of tokens."""
+    llms, prompts = racers(pair), [[3, 4, 5], [6, 7], [8, 9, 10]]
+    params = arms.params(3, 12, 0)
+    alone = {name: arms.measure(llm, prompts, params, 2).stats for name, llm in llms.items()}
+    most, apart = 2 * (3 + 1) + 2, []  # a step of two requests, with a prefill's first tokens
+    for name, llm in llms.items():
+
+        def step(name: str = name, llm: LLM = llm, real: Any = llm.engine.step) -> Any:
+            tokens = {n: other.stats.num_tokens for n, other in llms.items() if other.engine.running}
+            apart.append((name, tokens.get(name, 0) - min(tokens.values(), default=0)))
+            return real()
+
+        monkeypatch.setattr(llm.engine, "step", step)
+    for llm in llms.values():
+        llm.engine.stats = Stats.zeros(llm.engine.num_positions)
+    raced = arms.race(llms, prompts, params, 2)
+    assert list(raced) == list(llms)
+    for name, run in raced.items():
+        for count in ("num_tokens", "num_steps", "num_requests"):
+            assert getattr(run.stats, count) == getattr(alone[name], count)
+        assert run.stats.accepted_by_position.tolist() == alone[name].accepted_by_position.tolist()
+        assert 0 < run.decode_s < run.stats.wall_s and not llms[name].engine.running
+    order = [name for name, _ in apart]
+    assert len(set(order[:3])) == 3 and max(ahead for _, ahead in apart) <= most
+    assert sum(a != b for a, b in itertools.pairwise(order)) > len(order) // 2
+
+
+def test_an_arm_that_fails_in_a_race_leaves_no_requests_behind(pair, monkeypatch):
+    llms = racers(pair)
+    params = arms.params(3, 12, 0)
+
+    def fail() -> Any:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(llms["fixed-1"].engine, "decode", fail)
+    with pytest.raises(RuntimeError, match="device lost"):
+        arms.race(llms, [[3, 4, 5], [6, 7], [8, 9, 10]], params, 2)
+    assert not any(llm.engine.running or llm.engine.waiting for llm in llms.values())
+    assert arms.measure(llms["none"], [[3, 4, 5], [6, 7], [8]], params, 2).stats.num_tokens > 3
 
 
 def test_the_threshold_is_the_fastest_trials(tmp_path):

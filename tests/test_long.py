@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_finished_requests_are_forgotten() -> None:
     llm = pair(4, 48, 2)
     requests = llm._requests([[3, 4, 5]] * 9, SamplingParams(max_tokens=4))
     gone = [weakref.ref(r) for r in requests]
-    llm._run(requests, lambda: bool(llm.engine.waiting or llm.engine.running))
+    deque(llm._steps(requests, lambda: bool(llm.engine.waiting or llm.engine.running)), maxlen=0)
     del requests
     gc.collect()
     assert not any(r() for r in gone)

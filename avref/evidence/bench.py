@@ -1,15 +1,17 @@
 """The bench: every arm of the comparison on one loaded target, in one process, resumable, with its evidence kept.
 
-Arms are interleaved within each repeat in an order that rotates; all arms of a repeat answer the same prompts with the
-same seeds; what is reported are medians over repeats with the lowest and the highest, and ratios within a repeat. The
-cost tables are measured first. Every adaptive arm is warmed up once on prompts of its own, and every run starts from
-what the warm-up taught, so no run depends on which came before it. Prompts of even number in each workload serve to
-choose settings (the thresholds of the stopping rules), those of odd number are reported.
+All arms of a repeat answer the same prompts with the same seeds and take turns step by step (`arms.race`), in an order
+that rotates; only Hugging Face's calls, which cannot be stopped in between, run one after another. What is reported are
+medians over repeats with the lowest and the highest, and ratios within a repeat. The cost tables are measured first.
+Every adaptive arm is warmed up once on prompts of its own, and every run starts from what the warm-up taught, so no run
+depends on which came before it. Prompts of even number in each workload serve to choose settings (the thresholds of the
+stopping rules), those of odd number are reported.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -73,21 +75,24 @@ class Runner:
         self.built[unit.arm.name] = self._prepared(llm, arm, loads)
         return True
 
-    def run(self, unit: Unit) -> dict[str, Any]:
-        """One run of an arm that is ready -> its record for the journal."""
-        built = self.built[unit.arm.name]
-        prompts = arms.chosen(self.prompts[unit.case], unit.count, unit.repeat)
-        began = time.perf_counter()
-        run = self._outside(built, unit, prompts) if unit.block == "outside" else self._inside(built, unit, prompts)
-        return {
-            **{name: getattr(unit, name) for name in ("block", "case", "concurrency", "repeat")},
-            "arm": unit.arm.name,
-            "seconds": time.perf_counter() - began,
-            "threshold": built.llm.config.threshold if built.llm.config else None,
-            "fit": built.fit,
-            "with_prefill": run.with_prefill,
-            "stats": {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(run.stats).items()},
-        }
+    def run(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
+        """One run of arms that are ready and belong to one race (`Unit.race`) -> their records for the journal."""
+        first = units[0]
+        prompts = arms.chosen(self.prompts[first.case], first.count, first.repeat)
+        run = self._outside if first.block == "outside" else self._inside
+        return [
+            {
+                **{name: getattr(unit, name) for name in ("block", "case", "concurrency", "repeat")},
+                "arm": unit.arm.name,
+                "seconds": run.stats.wall_s,
+                "threshold": built.llm.config.threshold if built.llm.config else None,
+                "fit": built.fit,
+                "with_prefill": run.with_prefill,
+                "stats": {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(run.stats).items()},
+            }
+            for unit, run in zip(units, run(units, prompts), strict=True)
+            for built in [self.built[unit.arm.name]]
+        ]
 
     def chosen(self, unit: Unit) -> Arm:
         """The arm, with the value of its threshold that was fastest on the prompts for choosing."""
@@ -97,20 +102,23 @@ class Runner:
         best = max(keys, key=lambda v: bench_report.run_of(self.journal.records[keys[v]]).tokens_per_s)
         return Arm(arm.name, arm.at(best).config)
 
-    def _inside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
-        if built.learned:
-            built.learned.restore()
-        params = arms.params(unit.count, self.max_tokens, 1000 * unit.repeat)
-        return arms.measure(built.llm, prompts, params, unit.concurrency)
+    def _inside(self, units: Sequence[Unit], prompts: Sequence[Sequence[int]]) -> list[arms.Run]:
+        for unit in units:
+            if learned := self.built[unit.arm.name].learned:
+                learned.restore()
+        params = arms.params(units[0].count, self.max_tokens, 1000 * units[0].repeat)
+        llms = {unit.arm.name: self.built[unit.arm.name].llm for unit in units}
+        return list(arms.race(llms, prompts, params, units[0].concurrency).values())
 
-    def _outside(self, built: Built, unit: Unit, prompts: Sequence[Sequence[int]]) -> arms.Run:
+    def _outside(self, units: Sequence[Unit], prompts: Sequence[Sequence[int]]) -> list[arms.Run]:
         """Our arm and Hugging Face's under the same terms: all answers of one length, the whole time counts."""
-        top_p, seed, llm = TOP_P[unit.case], 1000 * unit.repeat, built.llm
+        (unit,) = units
+        top_p, seed, llm = TOP_P[unit.case], 1000 * unit.repeat, self.built[unit.arm.name].llm
         if unit.arm.theirs:
-            return self._theirs(llm, unit.arm, prompts, self.max_tokens, top_p, seed, unit.concurrency)
+            return [self._theirs(llm, unit.arm, prompts, self.max_tokens, top_p, seed, unit.concurrency)]
         llm.engine.max_num_seqs = unit.concurrency
         llm.generate(prompts, arms.params(unit.count, self.max_tokens, seed, top_p=top_p, ignore_eos=True))
-        return arms.Run(llm.stats, with_prefill=True)
+        return [arms.Run(llm.stats, with_prefill=True)]
 
     def _theirs(
         self, llm: LLM, arm: Arm, prompts: Any, max_tokens: int, top_p: float, seed: int, together: int
@@ -225,19 +233,24 @@ def _run_all(runner: Runner, plan: Plan, minutes: float | None, progress: bool) 
         f"{len(units)} runs, {len(units) - len(left)} done before; the others take about {minutes_left:.0f} minutes"
         + (" at the pace of those done" if len(left) < len(units) else " on two cores with the default target")
     )
+    before = ""
     with tqdm(total=len(left), desc="bench", unit="run", disable=not progress, dynamic_ncols=True) as bar:
-        for i, unit in enumerate(units):
-            if i and unit.block != units[i - 1].block:
-                runner.forget()
-            if unit.key in journal or unit.arm.owner in runner.refused:
+        for race, together in itertools.groupby(units, lambda unit: unit.race):
+            group = [u for u in together if u.key not in journal and u.arm.owner not in runner.refused]
+            if not group:
                 continue
-            seconds = unit.seconds(runner.max_tokens) * _pace(journal, units[:i], runner.max_tokens)
+            if before and group[0].block != before:
+                runner.forget()
+            before = group[0].block
+            pace = _pace(journal, units, runner.max_tokens)
+            seconds = pace * sum(u.seconds(runner.max_tokens) for u in group)
             if minutes is not None and time.monotonic() - began + seconds > 60 * minutes:
                 return _say_left(runner, units, minutes)
-            bar.set_postfix_str(unit.key, refresh=False)
-            if runner.ready(unit, plan.loads(unit.block)):
-                journal.append(unit.key, runner.run(unit))
-            bar.update()
+            bar.set_postfix_str(race, refresh=False)
+            ready = [unit for unit in group if runner.ready(unit, plan.loads(unit.block))]
+            for unit, record in zip(ready, runner.run(ready) if ready else [], strict=True):
+                journal.append(unit.key, record)
+            bar.update(len(group))
     return []
 
 

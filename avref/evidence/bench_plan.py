@@ -89,6 +89,12 @@ class Unit:
         return f"{self.block} | {self.case} | {self.concurrency} | {self.arm.name} | {self.repeat}"
 
     @property
+    def race(self) -> str:
+        """What the units that run together have in common; beside Hugging Face each runs by itself."""
+        alone = f" | {self.arm.name}" if self.block == "outside" else ""
+        return f"{self.block} | {self.case} | {self.concurrency} | repeat {self.repeat}{alone}"
+
+    @property
     def count(self) -> int:
         """Requests of the run: beside Hugging Face all at once, else some more, which enter when others leave."""
         if self.block == "outside" and self.concurrency > 1:
