@@ -2,8 +2,9 @@
 
 Every batch size (powers of two) is measured with every number of verified drafts, and drafting at a few depths. Each
 step runs the engine that serves (drafting, forward, sampling, acceptance, bookkeeping) with depth and number of
-admitted drafts forced; medians over repeats, sizes in shuffled order. Tables are saved under `models.cache_dir()` and
-reused for the same model, drafter, dtype, device and versions.
+admitted drafts forced; sizes in shuffled order, and of the repeats the lower quartile: what disturbs a step only makes
+it longer. Tables are saved under `models.cache_dir()` and reused for the same model, drafter, dtype, device and
+versions.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
+from tqdm.auto import tqdm
 
 from avref import models
 from avref.config import SamplingParams, whole
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
+STEADY, LONGEST_S = 1.25, 20.0  # median over shortest time of a step; above it (a busy machine) they go on so long
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -78,10 +81,11 @@ def processor() -> str:
 def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, again: bool = False) -> CostTable:
     """The saved table for this setting, or a new one, measured now and saved."""
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
-    setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven, in rectangles"}
+    setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven, in rectangles; lower quartile"}
     key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
+        print(f"avref: using the cost table measured before, {path}", file=sys.stderr)
         return CostTable.load(path)
     table = profile(llm, context, repeats)
     try:
@@ -96,9 +100,9 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
 
     R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request on average, and 1, K/2
-    and K positions drafted; each point is the median over at least `repeats` rounds, more where steps are short: a
-    wrong order of neighbouring points is what spoils decisions at small batches. Raises ValueError when the LLM has no
-    drafter.
+    and K positions drafted; each point is the lower quartile of at least `repeats` rounds, more where steps are short
+    or their times differ: a wrong order of neighbouring points is what spoils decisions at small batches. Says so on
+    stderr when the machine was too busy for that. Raises ValueError when the LLM has no drafter.
     """
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
@@ -111,16 +115,26 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
         f"avref: profiling the cost table, up to {limit} requests of {context} tokens, {repeats} repeats",
         file=sys.stderr,
     )
-    draft_points, verify_points = [], []
-    for num_requests in reversed(batch_sizes(limit)):  # a process is slowest at first, and short steps suffer most
+    draft_points, verify_points, spread = [], [], {}
+    sizes = batch_sizes(limit)[::-1]  # a process is slowest at first, and short steps suffer most
+    for num_requests in tqdm(sizes, desc="batch sizes", disable=None, leave=False, dynamic_ncols=True):
         draft, verify = _measure(llm, num_requests, depth, context, repeats)
-        draft_points += [(num_requests, d, statistics.median(ms)) for d, ms in draft.items()]
-        verify_points += [(num_requests, num_requests * (1 + k), statistics.median(ms)) for k, ms in verify.items()]
+        draft_points += [(num_requests, d, _quartile(ms)) for d, ms in draft.items()]
+        verify_points += [(num_requests, num_requests * (1 + k), _quartile(ms)) for k, ms in verify.items()]
+        spread[num_requests] = _spread(verify)
+    if max(spread.values()) > STEADY:
+        worst = max(spread, key=spread.__getitem__)
+        print(
+            f"avref: the machine was busy: with {worst} requests, steps took {spread[worst]:.2f} times their shortest "
+            "time; when it is quiet, measure again (python -m avref profile)",
+            file=sys.stderr,
+        )
     table = CostTable.from_curves(draft_points, verify_points, max_requests=limit, max_tokens=limit * (depth + 1))
     table.metadata |= {
         **describe(llm),
         "context": context,
         "repeats": repeats,
+        "spread": [*spread.items()],
         "draft_points": draft_points,
         "verify_points": verify_points,
     }
@@ -143,7 +157,7 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
     order = random.Random(0)
     kinds = [(depth, k) for k in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
     fits = 0  # steps that the requests still have room for
-    for drafted, k in _rounds(kinds, order, repeats):
+    for drafted, k in _rounds(kinds, order, repeats, lambda: _spread(verify) <= STEADY):
         if fits == 0:
             fits = _refill(engine, llm, num_requests, depth, context)
         engine.override, engine.fixed_depth = _uneven(k, depth, num_requests), drafted
@@ -159,13 +173,28 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
     return [{n: ms[len(ms) > repeats :] for n, ms in points.items()} for points in (draft, verify)]
 
 
-def _rounds(kinds: list[tuple[int, int]], order: random.Random, repeats: int) -> Iterator[tuple[int, int]]:
-    """Kinds of steps to time, in `repeats` rounds of shuffled order, and in more while they take little time."""
+def _rounds(
+    kinds: list[tuple[int, int]], order: random.Random, repeats: int, steady: Callable[[], bool]
+) -> Iterator[tuple[int, int]]:
+    """Kinds of steps to time, in `repeats` rounds of shuffled order, and in more while they take little time or differ.
+
+    There are `MOST_REPEATS` and one to warm up at most.
+    """
     began = time.perf_counter()
     for repeat in range(1 + max(repeats, MOST_REPEATS)):
-        if repeat >= repeats and time.perf_counter() - began > ENOUGH_S:
+        seconds = time.perf_counter() - began
+        if repeat >= repeats and seconds > ENOUGH_S and (steady() or seconds > LONGEST_S):
             return
         yield from order.sample(kinds, len(kinds))
+
+
+def _quartile(milliseconds: Sequence[float]) -> float:
+    return float(np.quantile(milliseconds, 0.25))
+
+
+def _spread(points: Mapping[int, Sequence[float]]) -> float:
+    """How much longer than its shortest a step mostly takes: the median over kinds of steps of median / minimum."""
+    return statistics.median(statistics.median(ms) / min(ms) for ms in points.values())
 
 
 def _uneven(k: int, depth: int, num_requests: int) -> Callable[[int], int]:

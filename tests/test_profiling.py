@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import statistics
 import sys
 
 import pytest
@@ -57,6 +59,38 @@ def test_the_table_holds_the_whole_step(monkeypatch):
     table = profiling.profile(adaptive_llm(), context=16, repeats=2)
     assert {p[-1] for p in table.metadata["draft_points"]} == {1.0}
     assert {p[-1] for p in table.metadata["verify_points"]} == {9.0}
+
+
+def test_a_busy_machine_is_measured_longer_and_named(monkeypatch, capsys):
+    """Every third step takes ten times as long: the table does not show it, the message does."""
+    real, count = Stopwatch.lap, [0]
+
+    def lap(self, name):
+        real(self, name)
+        if name == "verify":
+            count[0] += 1
+            self.totals[name] += 100.0 if stalls and count[0] % 3 == 0 else 10.0
+
+    monkeypatch.setattr(Stopwatch, "lap", lap)
+    monkeypatch.setattr(profiling, "ENOUGH_S", 0.0)
+    found = {}
+    for stalls in (False, True):
+        table = profiling.profile(adaptive_llm(), context=16, repeats=3)
+        found[stalls] = [p[-1] for p in table.metadata["verify_points"]], count[0], capsys.readouterr().err
+        count[0] = 0
+    assert statistics.median(found[True][0]) < 30 and found[True][1] > 2 * found[False][1]
+    assert "the machine was busy" in found[True][2] and "the machine was busy" not in found[False][2]
+
+
+def test_rounds_go_on_while_the_times_differ(monkeypatch):
+    monkeypatch.setattr(profiling, "ENOUGH_S", 0.0)
+    kinds = [(1, 0), (1, 1)]
+    count = lambda steady: len(list(profiling._rounds(kinds, random.Random(0), 3, lambda: steady))) // 2  # noqa: E731
+    assert (count(True), count(False)) == (3, 1 + profiling.MOST_REPEATS)
+    monkeypatch.setattr(profiling, "LONGEST_S", 0.0)
+    assert count(False) == 3
+    assert profiling._spread({0: [1.0, 2.0, 4.0], 1: [1.0, 1.0, 9.0], 2: [2.0, 3.0, 3.0]}) == 1.5
+    assert profiling._quartile([1.0, 9.0, 2.0]) == 1.5
 
 
 def test_the_first_generate_profiles_once_and_the_table_is_reused(tmp_path, monkeypatch):
