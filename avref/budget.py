@@ -66,4 +66,5 @@ class Budget:
         known: where drafting ended early, how many of the best survivals are sure to be the best.
         """
         self.profiles[live.shape[1]].update(live, capacities, known)
-        self.stale.record(request_ids, F.pad(live, (0, self.num_positions - live.shape[1])), drafted)
+        if self.rule == "stale":
+            self.stale.record(request_ids, F.pad(live, (0, self.num_positions - live.shape[1])), drafted)
