@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
-STEADY, LONGEST_S = 1.25, 20.0  # median over shortest time of a step; above it (a busy machine) they go on so long
+STEADY, LONGEST_S = 1.3, 20.0  # mean over shortest time of a step; above it (a busy machine) they go on so long
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -193,8 +193,8 @@ def _quartile(milliseconds: Sequence[float]) -> float:
 
 
 def _spread(points: Mapping[int, Sequence[float]]) -> float:
-    """How much longer than its shortest a step mostly takes: the median over kinds of steps of median / minimum."""
-    return statistics.median(statistics.median(ms) / min(ms) for ms in points.values())
+    """How much longer than its shortest a step takes on average: the median over kinds of steps of mean / minimum."""
+    return statistics.median(statistics.mean(ms) / min(ms) for ms in points.values())
 
 
 def _uneven(k: int, depth: int, num_requests: int) -> Callable[[int], int]:
