@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.ticker import FixedLocator
 
+from avref.plot_arms import arm_look, arm_name
 from avref.plot_style import POLICY_COLORS, STYLE, new_figure
-from avref.plots_evidence import _look, _name
 
 FAMILY_COLORS = {
     "draft_model": "#882255",
@@ -220,8 +220,8 @@ def plot_groups(
     for i, (arm, by_group) in enumerate(values.items()):
         at = np.array([groups.index(g) for g in by_group]) + (i - (len(values) - 1) / 2) * width
         policy = arm == "none" or arm.startswith(("fixed-", "adaptive-"))
-        color = _look(arm)["color"] if policy else list(FAMILY_COLORS.values())[3 + i % 4]
-        axes.bar(at, list(by_group.values()), 0.92 * width, color=color, label=_name(arm) if policy else arm)
+        color = arm_look(arm)["color"] if policy else list(FAMILY_COLORS.values())[3 + i % 4]
+        axes.bar(at, list(by_group.values()), 0.92 * width, color=color, label=arm_name(arm) if policy else arm)
     if line is not None:
         axes.axhline(line, color=POLICY_COLORS["none"], linewidth=1.2)
     axes.set_xticks(range(len(groups)), [g.replace("_", " ").replace("-", "\n") for g in groups])

@@ -7,10 +7,9 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
+from avref.plot_arms import arm_look, arm_name, draw_per_user, number_loads
 from avref.plot_style import STYLE, new_figure
-from avref.plots_evidence import _look, _name
 
 
 @mpl.rc_context(STYLE)
@@ -24,7 +23,7 @@ def plot_load(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         for arm in dict.fromkeys(r["arm"] for r in rows):
             own = [r for r in rows if r["arm"] == arm]
             x, y = [r["requests"] for r in own], [r["to_none"] for r in own]
-            axes.plot(x, y, markersize=4, label=_name(arm), **_look(arm))
+            axes.plot(x, y, markersize=4, label=arm_name(arm), **arm_look(arm))
         levels = sorted({r["requests"] for r in rows})
         axes.set(xscale="log", xlabel="requests at once", title=name)
         axes.set_xticks(levels, [str(n) for n in levels])
@@ -43,25 +42,15 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], *, floor: float = 0.0) -> F
     margins = {"left": 0.09, "right": 0.7, "top": 0.95, "bottom": 0.14}
     with mpl.rc_context(STYLE):
         figure, (axes,) = new_figure(size=(9.0, 4.4), margins=margins)
-        for arm in dict.fromkeys(r["arm"] for r in rows):
-            own = [r for r in rows if r["arm"] == arm]
-            x, y = [r["tokens_per_s_per_user"] for r in own], [r["tokens_per_s"] for r in own]
-            axes.plot(x, y, markersize=4, label=_name(arm), **_look(arm))
+        draw_per_user(axes, rows, "requests")
         best = [r for r in rows if on_frontier(r, rows)]
         x, y = [r["tokens_per_s_per_user"] for r in best], [r["tokens_per_s"] for r in best]
         axes.plot(x, y, "o", markersize=10, color="#444444", mfc="none", linewidth=0, label="on the frontier")
-        for r in best:
-            place = (r["tokens_per_s_per_user"], r["tokens_per_s"])
-            axes.annotate(str(r["requests"]), place, (7, 5), textcoords="offset points", fontsize=8.5)
-        axes.set(xscale="log", yscale="log", xlabel="tokens/s per user", ylabel="tokens/s, all requests")
+        number_loads(axes, best, "requests")
         low, high = axes.get_xlim()
         if floor > 0:
             axes.axvspan(low, min(max(floor, low), high), color="#EEEEEE", zorder=0)
         axes.set_xlim(low, high)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if axis is axes.xaxis else (1, 2, 5)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(NullFormatter())
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     return figure
 

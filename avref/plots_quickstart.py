@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from avref.plot_arms import arm_name
 from avref.plot_style import POLICY_COLORS, STYLE, new_figure
 from avref.stats import Stats
 
@@ -43,7 +44,7 @@ def _draw_speed(axes: Axes, rows: list[dict[str, Any]]) -> None:
         x = np.arange(len(concurrencies)) + (i - (len(arms) - 1) / 2) * width
         y = np.array([r["speedup"] for r in own])
         low, high = np.array([r["speedup_range"] for r in own]).T
-        axes.bar(x, y, width * 0.92, color=POLICY_COLORS[arm], label=_name(arm))
+        axes.bar(x, y, width * 0.92, color=POLICY_COLORS[arm], label=arm_name(arm))
         if (high > low).any():
             axes.errorbar(x, y, [y - low, high - y], fmt="none", ecolor="#333333", elinewidth=0.9, capsize=2)
         for place, value, end in zip(x, y, high, strict=True):
@@ -66,14 +67,10 @@ def _draw_shares(axes: Axes, rows: list[dict[str, Any]]) -> None:
         k, color = np.arange(1, len(drafted) + 1), POLICY_COLORS[r["arm"]]
         for count, marker, line in (("verified", "o", "-"), ("accepted", "s", ":")):
             share = np.array(r[f"{count}_by_position"]) / drafted
-            axes.plot(k, share, color=color, marker=marker, linestyle=line, label=f"{count}, {_name(r['arm'])}")
+            axes.plot(k, share, color=color, marker=marker, linestyle=line, label=f"{count}, {arm_name(r['arm'])}")
     axes.set(xlabel="draft position", ylabel="share of the drafts made", ylim=(-0.02, 1.05))
     axes.set_title(f"What was verified, {largest} request{'s' if largest > 1 else ''}", pad=_TITLE_PAD)
     axes.legend(**_ABOVE, ncols=2)
-
-
-def _name(arm: str) -> str:
-    return arm.replace("-", " K = ").replace("none", "no speculation")
 
 
 @mpl.rc_context(STYLE)

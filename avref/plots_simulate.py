@@ -7,33 +7,13 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter
 
-from avref.plot_style import POLICY_COLORS, STYLE, new_figure
+from avref.plot_arms import arm_look, arm_name, draw_per_user, number_loads
+from avref.plot_style import STYLE, new_figure
 
 TABLES = {"measured": "2 cores (measured)", "b300": "four B300 (published)"}
 OUTSIDE: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9}
-
-
-def _name(arm: str) -> str:
-    kind, _, rest = arm.partition("-")
-    if kind in ("fixed", "adaptive") and rest:
-        k, _, more = rest.partition("-")
-        return f"{kind} K = {k}" + (", always drafts K" if more else "")
-    return {"none": "no speculation", "always-trim": "drafts, verifies nothing", "head": "trained head"}.get(arm, arm)
-
-
-def _arm(arm: str) -> dict[str, Any]:
-    if arm.startswith("fixed-"):
-        shade = 0.3 + 0.1 * min(7, int(arm.removeprefix("fixed-")))
-        return {"color": mpl.colormaps["Blues"](shade), "marker": "o", "linewidth": 1.2}
-    if arm.startswith("adaptive"):
-        full = arm.endswith(("full-draft", "always drafts K"))
-        look = {"color": "#E69F00" if full else POLICY_COLORS["adaptive-7"], "linewidth": 2.3, "marker": "s"}
-        return {**look, "linestyle": "--" if full else "-", "zorder": 4}
-    others = {"none": ("#7F7F7F", "D"), "oracle": ("#009E73", "*"), "head": ("#CC79A7", "^"), "q_max": ("#56B4E9", "v")}
-    color, marker = others.get(arm, ("#000000", "x"))
-    return {"color": color, "marker": marker, "linewidth": 1.4, "linestyle": "-" if arm == "none" else ":"}
 
 
 @mpl.rc_context(STYLE)
@@ -44,17 +24,8 @@ def plot_simulation(result: Mapping[str, Any]) -> Figure:
     """
     figure, (axes,) = new_figure(size=(8.8, 5.4))
     rows = result["rows"]
-    for arm in dict.fromkeys(r["arm"] for r in rows):
-        own = sorted((r for r in rows if r["arm"] == arm), key=lambda r: r["requests"])
-        x, y = [r["tokens_per_s_per_user"] for r in own], [r["tokens_per_s"] for r in own]
-        axes.plot(x, y, markersize=4.5, label=_name(arm), **_arm(arm))
-        if arm.startswith("adaptive") and not arm.endswith("full-draft"):
-            for r, a, b in zip(own, x, y, strict=True):
-                axes.annotate(str(r["requests"]), (a, b), (5, 4), textcoords="offset points", fontsize=8.5)
-    axes.set(xscale="log", yscale="log", xlabel="tokens/s per user", ylabel="tokens/s, all requests")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_formatter(NullFormatter())
+    draw_per_user(axes, rows, "requests")
+    number_loads(axes, [r for r in rows if r["arm"].startswith("adaptive") and "full" not in r["arm"]], "requests")
     axes.set_title("Throughput against speed per user, replayed (numbers: requests running at once)")
     axes.legend(**OUTSIDE)
     about = f"{result['trace']['target']} + {result['trace']['method']}, cost table: "
@@ -81,7 +52,7 @@ def plot_throughput(studies: Mapping[str, Any]) -> Figure:
         for arm, by_requests in own.items():
             levels = [r for r in by_requests if by_requests[r]["value"]]
             y = [by_requests[r]["value"] for r in levels]
-            axes.plot([int(r) for r in levels], y, markersize=4, label=_name(arm), **_arm(arm))
+            axes.plot([int(r) for r in levels], y, markersize=4, label=arm_name(arm), **arm_look(arm))
         axes.set(xscale="log", title=f"{pairs[place]}, {table}", xlabel="requests running")
         axes.set_xticks(ticks := [int(r) for r in own["none"]], [str(r) for r in ticks])
         axes.xaxis.set_minor_formatter(NullFormatter())

@@ -15,6 +15,7 @@ import tiny
 import torch
 
 from avref import LLM, OnlineAcceptanceEstimator, SamplingParams
+from avref.cost_table import CostTable
 from avref.estimator import MAX_LOG_ODDS, STEP_RULES
 
 TINIEST = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -183,3 +184,44 @@ def test_256_requests_at_once_answer_as_each_alone() -> None:
     for i in (0, 100, 255, 256, 299):
         assert out[i].outputs[0].token_ids == tiny.greedy(llm.model, prompts[i], 10)
     assert not llm.engine.running and not llm.engine.waiting
+
+
+# ---- starved, then fed (C96), in the engine
+def admitted(llm: LLM, num_steps: int) -> float:
+    """Drafts verified per step over so many steps with four requests running."""
+    engine = llm.engine
+    verified = int(engine.stats.verified_by_position.sum())
+    for _ in range(num_steps):
+        while len(engine.running) + len(engine.waiting) < 4:
+            engine.add(llm._requests([[3]], SamplingParams(max_tokens=40, ignore_eos=True))[0])
+        engine.step()
+    return (int(engine.stats.verified_by_position.sum()) - verified) / num_steps
+
+
+def test_a_bad_spell_stops_the_drafts_and_probes_bring_them_back() -> None:
+    """K = 3, R = 4, 1 + .08 per token; the drafter is as sure of itself when it is wrong.
+
+    Bad: it names a token that the target gives 1 %. Without probes nothing is verified any more, so nothing is learned.
+    """
+    size, sure = 8, 3.5
+    successor = torch.arange(1, size + 1) % size
+    target = tiny.bigram(sure * torch.nn.functional.one_hot(successor, size).float())
+    wrong = tiny.bigram(sure * torch.nn.functional.one_hot(successor.roll(2), size).float())
+    costs = CostTable([0.0] * 5, [1.0 + 0.08 * t for t in range(17)])
+    ends = {}
+    for probe_interval in (64, 0):
+        drafter = tiny.bigram(sure * torch.nn.functional.one_hot(successor, size).float())
+        config = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
+        config |= {"enable_adaptive_verification": True, "probe_interval": probe_interval}
+        llm = LLM(target, config, max_num_seqs=4, max_model_len=64, cost_table=costs)
+        good = drafter.lm_head.weight.detach().clone()
+        assert admitted(llm, 300) > 8
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(wrong.lm_head.weight)
+        admitted(llm, 700)
+        assert admitted(llm, 128) < 0.1  # 2 probes of 3 drafts at most
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(good)
+        admitted(llm, 1400)
+        ends[probe_interval] = admitted(llm, 100)
+    assert ends[64] > 6 and ends[0] == 0
