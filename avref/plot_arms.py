@@ -50,6 +50,7 @@ def draw_per_user(axes: Axes, rows: Sequence[Mapping[str, Any]], load: str) -> N
         if arm.startswith("fixed-"):
             note: Any = {"textcoords": "offset points", "fontsize": 8, "ha": "right", "color": look["color"]}
             axes.annotate(f"K={arm.removeprefix('fixed-')}", (x[-1], y[-1]), (-6, -3), **note)
+    axes.margins(x=0.08)  # room for those names
     axes.set(xscale="log", yscale="log", xlabel="tokens/s per user", ylabel="tokens/s, all requests")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
