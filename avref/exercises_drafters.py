@@ -65,7 +65,7 @@ def check_pooled(pooled: Callable[..., Any]) -> bool:
 
 
 def check_second_overlap(second_overlap: Callable[..., Any]) -> bool:
-    """Exercise 3: `second_overlap(joint)` -> acceptance at position 2 of the best parallel drafter.
+    """Exercise 3: `second_overlap(joint)` -> acceptance at position 2 of the drafter that says each token's own law.
 
     joint [V, V]: the target's law of two tokens. The drafter's q_1 is the law of the first, q_2 the marginal of the
     second: sum over x, y of min(joint[x, y], p(x) m(y)).
