@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from avref import profiling
 from avref.config import SamplingParams
 from avref.llm import LLM
 from avref.stats import Stats
 
 WARMUP_CONCURRENCY, WARMUP_INTERVAL, WARMUP_REFITS = 8, 32, 5
-WARMUP_TOKENS = 24  # per request at each further load: mostly enough steps for a first choice of the depth
+WARMUP_STEPS, WARMUP_TOKENS = 16, 24  # at each further load: twice what a first choice of the depth needs
 MILLISECONDS = ("prefill", "draft", "verify", "sample", "other")
 Item = TypeVar("Item")
 
@@ -35,7 +36,7 @@ class Run:
     def decode_s(self) -> float:
         """Seconds in decode steps: drafting, forward, sampling and bookkeeping.
 
-        Prefill is left out; it is the same for every arm.
+        Prefill is left out, the drafter's share of it too (a draft model reads the prompt once, as the target does).
         """
         s = self.stats
         return (s.draft_ms + s.verify_ms + s.sample_ms + s.other_ms) / 1e3
@@ -84,7 +85,10 @@ def race(
     A machine's own speed drifts within seconds, often by more than the arms differ. Taking turns step by step, all
     arms meet the same machine, so that ratios of their speeds do not carry the drift. Equal ones go in the given order.
     """
+    before = {name: llm.engine.max_num_seqs for name, llm in llms.items()}
     for llm in llms.values():
+        if llm.engine.has_budget and llm.cost_table is None:
+            llm.cost_table = profiling.load_or_profile(llm)  # for all requests that it may run, not for so many
         llm.engine.max_num_seqs = concurrency
     running = {name: llm.measuring(prompts, params) for name, llm in llms.items()}
     tokens = dict.fromkeys(llms, 0)
@@ -95,6 +99,8 @@ def race(
                 del running[name]
             tokens[name] = llms[name].stats.num_tokens
     finally:
+        for name, llm in llms.items():
+            llm.engine.max_num_seqs = before[name]
         for steps in running.values():
             steps.close()  # after an error: no requests are left behind
     return {name: Run(llm.stats) for name, llm in llms.items()}
@@ -125,8 +131,11 @@ def warm_up(
     if estimator:
         estimator.refit_interval = usual
     for load in sorted(set(loads) - {concurrency}):
-        own = [prompts[i % len(prompts)] for i in range(load)]
-        steps += measure(llm, own, params(load, WARMUP_TOKENS, seed, ignore_eos=True), load).stats.num_steps
+        own, at_load = [prompts[i % len(prompts)] for i in range(load)], 0
+        while at_load < WARMUP_STEPS:
+            run = measure(llm, own, params(load, WARMUP_TOKENS, seed, ignore_eos=True), load)
+            at_load, seed = at_load + run.stats.num_steps, seed + load
+        steps += at_load
     return steps
 
 
@@ -139,12 +148,11 @@ class Learned:
 
     _FIXED = ("target", "drafter", "config", "cost_table", "override", "on_finish", "max_num_seqs")
     _REQUESTS = ("waiting", "running", "watch", "stats")
-    _RECORD = ("graded", "accepted")
 
     def __init__(self, llm: LLM) -> None:
         self.engine = llm.engine
         self.state = {k: v for k, v in vars(self.engine).items() if k not in (*self._FIXED, *self._REQUESTS)}
-        self.record = {k: v for k, v in self._drafter().items() if k in self._RECORD}
+        self.record = {k: v for k, v in self._drafter().items() if k in profiling.RECORD}
         self.state, self.record = self._copy(self.state), self._copy(self.record)
 
     def restore(self) -> None:

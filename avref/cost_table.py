@@ -175,10 +175,9 @@ class CostTable:
         if document.get("sha256") != _checksum(content):
             raise ValueError(f"{path} was altered after it was written, its checksum does not match: {advice}")
         try:
-            rows = content["verify_ms"]
-            width = max(map(len, rows))
-            if content["max_tokens"] != width - 1:
-                raise ValueError(f"max_tokens is {content['max_tokens']}, its rows hold {width - 1}")
+            rows, width = content["verify_ms"], content["max_tokens"] + 1
+            if (longest := max(map(len, rows))) > width or (longest < width and not content["by_requests"]):
+                raise ValueError(f"max_tokens is {content['max_tokens']}, its rows hold {longest - 1}")
             rows = [row + [np.nan] * (width - len(row)) for row in rows]
             return cls(content["draft_ms"], rows if content["by_requests"] else rows[0], metadata=content["metadata"])
         except (KeyError, IndexError, TypeError, ValueError) as error:

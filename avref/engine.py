@@ -5,7 +5,8 @@ reject, observe, refit. Running requests occupy the cache rows 0 .. R-1; when on
 place. A request's newest token is *pending*: it is not in the cache yet, and is the first token of its next chunk.
 
 On a GPU the host waits for the device 4 times in a plain step (5 with top-p). Speculation adds at most 3 waits per
-drafter forward, 11 plus 7 per position reached in acceptance, and 9 with adaptive verification (tests/test_transfers).
+drafter forward, 11 plus 7 per position reached in acceptance, and 9 with adaptive verification, where a token-by-token
+drafter waits once more for each position, to ask whether it was the last (tests/test_transfers).
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Engine:
             torch.tensor(capacity),
             [r.request_id for r in self.running],
             temperature,
-            may_end=not (self.has_budget and learning),
+            may_end=not (self.override or (self.has_budget and learning)),
         )
 
     def _draft(
@@ -253,7 +254,7 @@ class Engine:
     ) -> DraftProposal | None:
         if self.drafter is None or self.config is None or depth == 0:
             return None
-        ends = decision is not None and not self.override and (self.depth is not None or not self.has_budget)
+        ends = decision is not None and (self.depth is not None or not self.has_budget)
         enough = decision.enough if decision and ends else None
         greedy = self.config.draft_sample_method == "greedy"
         return self.drafter.propose(lengths, pending, depth, temperature, uniforms[:, :depth], greedy, enough=enough)

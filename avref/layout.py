@@ -17,6 +17,7 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 
+LONG_CHUNK = 128  # longer than any of a decode step
 CALL_COST, COPY_COST = 32, 12
 """What a second rectangle costs, and each of its rows, beyond their queries: counted in queries, on 2 CPU cores."""
 
@@ -41,7 +42,9 @@ class Layout:
         self.num_rows, self.num_tokens, self.first_row = len(count), int(ends[-1]), first_row
         self.context = int((start + count).max())
         longest = int(count.max())
-        narrow = _narrow(count) if torch.device(device).type == "cpu" else longest
+        # On a GPU one call is faster than two, but in a prefill one long prompt must not pad all others to its length.
+        split = torch.device(device).type == "cpu" or longest > LONG_CHUNK
+        narrow = _narrow(count) if split else longest
         spans = [(0, narrow), (narrow, longest - narrow)][: 1 + (narrow < longest)]  # (first query, number of queries)
         rectangles = [_rectangle(start, count, row, within, *span) for span in spans]
         parts = [row, within, start[row] + within, ends - 1, ends - count, *(x for r in rectangles for x in r)]

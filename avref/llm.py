@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -89,6 +89,7 @@ class LLM:
             self.device, self.name = models.choose_device(device), str(model)
             loaded_as = models.choose_dtype(dtype, self.device)
             self.model = models.load_model(model, self.device, loaded_as, **model_kwargs)
+            self.device = self.model.device  # a device_map may have placed it elsewhere
         else:
             self.device, self.model = model.device, model.eval()
             self.name = str(getattr(model, "_avref_name", None) or model.config._name_or_path or type(model).__name__)
@@ -145,6 +146,9 @@ class LLM:
         """Complete every prompt; outputs come in the order of the prompts.
 
         `sampling_params` is one `SamplingParams` for all prompts, or one per prompt; None is `SamplingParams()`.
+        Without adaptive verification a seed that is given twice makes two requests draw alike. With it the second one
+        gets a seed of its own: what one request draws may decide what is verified of another, and would then be tied to
+        the other's draws.
         All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a
         token id outside the vocabulary.
         """
@@ -178,7 +182,15 @@ class LLM:
     def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
-        return [self._request(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
+        given: Counter[int] = Counter()  # seeds so far in this call
+        requests = []
+        for ids, own in zip(prompt_ids, params, strict=True):
+            self._num_requests += 1
+            seed = (self.seed * 1_000_003 + self._num_requests) % 2**63 if own.seed is None else own.seed
+            if self.engine.adaptive and own.seed is not None:
+                seed, given[seed] = (seed + 1_000_003 * given[seed]) % 2**63, given[seed] + 1
+            requests.append(self._request(ids, own, seed))
+        return requests
 
     def _steps(self, requests: list[Request], keep_going: Callable[[], bool]) -> Generator[int, None, None]:
         """Run the engine on these requests, a step at a time -> how many finished in each; times it leaves in `stats`.
@@ -193,7 +205,7 @@ class LLM:
         if engine.waiting or engine.running:
             raise RuntimeError("generate is already running on this LLM; wait for it, or use another LLM")
         engine.stats = Stats.zeros(engine.num_positions)
-        engine.watch.totals = dict.fromkeys(engine.watch.totals, 0.0)
+        engine.watch.reset()
         for request in requests:
             engine.add(request)
         try:
@@ -283,9 +295,7 @@ class LLM:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all or one per prompt")
         return given
 
-    def _request(self, ids: list[int], params: SamplingParams) -> Request:
-        self._num_requests += 1
-        seed = params.seed if params.seed is not None else (self.seed * 1_000_003 + self._num_requests) % 2**63
+    def _request(self, ids: list[int], params: SamplingParams, seed: int) -> Request:
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
         return Request(self._num_requests, ids, params, self.max_model_len, stops, torch.Generator().manual_seed(seed))
 

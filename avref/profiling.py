@@ -25,7 +25,7 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from avref import models
+from avref import models, workloads
 from avref.config import SamplingParams, whole
 from avref.cost_table import CostTable
 from avref.engine import Engine, Request
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
+RECORD = ("graded", "accepted")  # what an n-gram drafter learns from verdicts
 STEADY, LONGEST_S = 1.3, 20.0  # mean over shortest time of a step; above it (a busy machine) they go on so long
 
 
@@ -82,6 +83,10 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     """The saved table for this setting, or a new one, measured now and saved."""
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
     setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven, in rectangles; lower quartile"}
+    if llm.config:
+        names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
+        setting |= {name: getattr(llm.config, name) for name in names}
+        setting |= {"drafter_parameters": _drafter_parameters(llm.engine.drafter), "room": llm.max_model_len}
     key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
@@ -94,6 +99,11 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     except OSError as error:
         print(f"avref: the cost table could not be saved for next time: {error}", file=sys.stderr)
     return table
+
+
+def _drafter_parameters(drafter: Any) -> int:
+    held = [getattr(value, "model", value) for value in vars(drafter).values()] if drafter else []
+    return sum(p.numel() for m in held if isinstance(m, torch.nn.Module) for p in m.parameters())
 
 
 def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTable:
@@ -157,18 +167,23 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
     order = random.Random(0)
     kinds = [(depth, k) for k in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
     fits = 0  # steps that the requests still have room for
-    for drafted, k in _rounds(kinds, order, repeats, lambda: _spread(verify) <= STEADY):
-        if fits == 0:
-            fits = _refill(engine, llm, num_requests, depth, context)
-        engine.override, engine.fixed_depth = _uneven(k, depth, num_requests), drafted
-        before = engine.watch.read()
-        engine.step()
-        after = engine.watch.read()
-        fits -= 1
-        step = {name: after[name] - before[name] for name in after}
-        draft[drafted].append(step["draft"])
-        if drafted == depth:
-            verify[k].append(step["verify"] + step["sample"] + step["other"])
+    record = {name: vars(engine.drafter)[name].copy() for name in RECORD if name in vars(engine.drafter)}
+    try:
+        for drafted, k in _rounds(kinds, order, repeats, lambda: _spread(verify) <= STEADY):
+            if fits == 0:
+                fits = _refill(engine, llm, num_requests, depth, context)
+            engine.override, engine.fixed_depth = _uneven(k, depth, num_requests), drafted
+            before = engine.watch.read()
+            engine.step()
+            after = engine.watch.read()
+            fits -= 1
+            step = {name: after[name] - before[name] for name in after}
+            draft[drafted].append(step["draft"])
+            if drafted == depth:
+                verify[k].append(step["verify"] + step["sample"] + step["other"])
+    finally:
+        engine.abort()  # the caches are the LLM's
+        vars(engine.drafter).update(record)  # and what an n-gram drafter counts
     # the first round warms allocators and caches up; where steps take long, it is one of the few that count
     return [{n: ms[len(ms) > repeats :] for n, ms in points.items()} for points in (draft, verify)]
 
@@ -208,14 +223,31 @@ def _uneven(k: int, depth: int, num_requests: int) -> Callable[[int], int]:
 
 
 def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: int) -> int:
-    """Start synthetic requests of `context` random tokens, run a warm step; return how many full steps still fit."""
+    """Start synthetic requests, run a warm step; return how many full steps still fit.
+
+    A request's `context` tokens end like the prompts that ship for warming up, so that drafts are accepted as on text
+    (acceptance takes longer the further it gets); where there is no tokenizer for those, they are random.
+    """
     engine.abort()
     order = random.Random(1)
     room = llm.max_model_len - context - 1
+    texts = _warmup_prompts(llm)
     for i in range(num_requests):
         ids = [order.randrange(llm.vocab_size) for _ in range(context)]
+        if texts:
+            text = texts[i % len(texts)]
+            ids = (text * -(-context // len(text)))[-context:]
         params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=room)
         engine.add(Request(-1 - i, ids, params, llm.max_model_len, frozenset(), torch.Generator().manual_seed(i)))
     engine.override = lambda capacity: 0
     engine.step()
     return max(1, min(32, room // (depth + 1) - 2))
+
+
+def _warmup_prompts(llm: LLM) -> list[list[int]]:
+    if llm.tokenizer is None:
+        return []
+    try:
+        return [ids for ids in llm.prompt_ids(workloads.load(workloads.WARMUP)) if ids]
+    except ValueError:  # a tiny model's context or vocabulary has no room for them
+        return []

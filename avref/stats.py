@@ -73,6 +73,12 @@ class Stopwatch:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def reset(self) -> None:
+        """Forget all laps, those of a run that was broken off too."""
+        self.totals = dict.fromkeys(self.totals, 0.0)
+        self._events.clear()
+        self.start()
+
     def start(self) -> None:
         self._last = self._now()
 

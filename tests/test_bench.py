@@ -546,3 +546,24 @@ def test_the_command_reports_errors_in_one_line(arguments, message, capsys, tmp_
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_race_gives_the_sizes_back_and_profiles_for_all_requests(pair, monkeypatch):
+    target, draft = pair
+    config = arms.speculative("draft_model", draft, 2, adaptive=True)
+    llm = arms.build(LLM(target, max_num_seqs=1, max_model_len=64), config, 4)
+    run = arms.measure(llm, [[3, 4, 5], [6, 7]], arms.params(2, 6, 0), 1)
+    assert run.stats.num_steps > 0 and llm.engine.max_num_seqs == 4 and llm.cost_table.max_requests == 4
+    monkeypatch.setattr(llm.engine, "decode", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        arms.measure(llm, [[3, 4, 5], [6, 7]], arms.params(2, 6, 0), 1)
+    assert llm.engine.max_num_seqs == 4
+
+
+def test_warming_up_goes_on_until_a_depth_can_be_chosen_at_each_load(pair):
+    target, _ = pair
+    config = arms.speculative("draft_model", target, 7, adaptive=True)  # its own drafter: few steps for many tokens
+    llm = arms.build(LLM(target, max_num_seqs=1, max_model_len=64), config, 2)
+    llm.cost_table = tiny.flat_costs()
+    arms.warm_up(llm, [[3, 4, 5], [6, 7], [8]], 12, 2, 3, loads=(1, 2))
+    assert llm.engine.depth.worth(1).seen[1] >= llm.engine.depth.warmup

@@ -212,3 +212,12 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
     with pytest.raises(TypeError):
         CostTable([0, 2], [0, 1], metadata={"machine": object()}).save(path)
     assert CostTable.load(path).draft(1) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_table_whose_rows_all_end_early_comes_back(tmp_path):
+    table = CostTable.from_curves([(1, 1), (2, 1)], [(8, 8, 1.0), (8, 16, 2.0)], max_requests=2, max_tokens=64)
+    assert np.isnan(table.verify_ms[1:, 17:]).all()
+    table.save(tmp_path / "table.json")
+    again = CostTable.load(tmp_path / "table.json")
+    np.testing.assert_array_equal(again.verify_ms[1:], table.verify_ms[1:])
+    assert again.max_tokens == 64

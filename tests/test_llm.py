@@ -459,3 +459,37 @@ def test_a_cost_table_that_is_too_small_is_named_and_can_be_replaced(target: Any
         llm.cost_table = tiny.flat_costs(2, 8)
     llm.cost_table = tiny.flat_costs()
     assert tokens(llm.generate(prompts, GREEDY)) == [tiny.greedy(target, p, 8) for p in prompts]
+
+
+# Seeds given twice
+
+
+def test_a_seed_given_twice_ties_no_two_requests_under_adaptive_verification(target: Any) -> None:
+    """With the same draws, what one request drafts would tell what the other drafted, and its budget may depend on it.
+
+    R = 2, K = 2: A has S_1 = .95 and S_2 = .9 or 0 by its first token, B has S_1 = .8, target (.7, .3), drafter
+    (.5, .5), and the third draft does not pay. If both draw alike, B is verified just when it drew the second token,
+    and emits (.55, .45).
+    """
+    same = SamplingParams(temperature=1.0, max_tokens=8, seed=7, ignore_eos=True)
+    config = speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True)
+    llm = make(target, config)
+    states = [r.generator.initial_seed() for r in llm._requests([[3, 4]] * 3, same)]
+    assert states[0] == 7 and len(set(states)) == 3
+    assert [r.generator.initial_seed() for r in llm._requests([[3, 4]] * 3, same)] == states
+    own = [SamplingParams(seed=s) for s in (7, 9, 7)]
+    assert [r.generator.initial_seed() for r in llm._requests([[3]] * 3, own)] == [7, 9, states[1]]
+    plain = make(target, speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=False))
+    assert {r.generator.initial_seed() for r in plain._requests([[3, 4]] * 3, same)} == {7}
+    one, two = tokens(plain.generate([[3, 4]] * 2, same))
+    assert one == two
+
+
+def test_a_draft_model_elsewhere_is_refused(target: Any) -> None:
+    with pytest.raises(ValueError, match="the draft model is on meta, the target on cpu; move it"):
+        make(target, speculative(model=tiny.near(target, 0.3).to("meta")))
+
+
+def test_the_device_is_where_the_model_is(folder: Path) -> None:
+    llm = LLM(str(folder), max_num_seqs=1, max_model_len=32, device_map="cpu")
+    assert llm.device == llm.model.device == torch.device("cpu")

@@ -356,3 +356,11 @@ def test_packed_attention_outside_a_packed_forward_is_refused() -> None:
 
 def test_bfloat16_stays_within_its_own_rounding() -> None:
     assert check_parity(tiny.llama().bfloat16()) < 8e-2
+
+
+def test_on_a_gpu_only_a_long_chunk_gets_a_rectangle_of_its_own() -> None:
+    """One call for a decode step; but a prompt of 3,500 tokens must not pad sixty short ones to its length."""
+    decode = Layout([9] * 40, [1] * 39 + [9], "meta")
+    prefill = Layout([0] * 61, [9] * 60 + [3500], "meta")
+    assert len(decode.blocks) == 1 and len(prefill.blocks) == 2
+    assert sum(len(b.rows) * b.width for b in prefill.blocks) < 2 * prefill.num_tokens

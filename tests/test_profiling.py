@@ -7,6 +7,7 @@ import random
 import sys
 
 import pytest
+import torch
 
 from avref import LLM, SamplingParams, arms, cli, profiling, quickstart, selfcheck, speed
 from avref.cost_table import CostTable
@@ -193,3 +194,70 @@ def test_the_command_line_reports_errors_in_one_line(arguments, message, capsys)
 def test_no_command_prints_help(capsys):
     assert cli.main([]) == 2
     assert "quickstart" in capsys.readouterr().out
+
+
+def test_profiling_leaves_an_n_gram_drafters_record_alone():
+    config = {"method": "ngram", "num_speculative_tokens": 3, "enable_adaptive_verification": True}
+    llm = LLM(tiny.llama(), config, max_num_seqs=2, max_model_len=96)
+    drafter = llm.engine.drafter
+    drafter.graded[2, 0], drafter.accepted[2, 0] = 5, 3
+    graded, accepted = drafter.graded.copy(), drafter.accepted.copy()
+    seen = []
+    real = drafter.grade
+    drafter.grade = lambda *a: (seen.append(a), real(*a))
+    profiling.profile(llm, context=16, repeats=1)
+    assert seen and (drafter.graded == graded).all() and (drafter.accepted == accepted).all()
+
+
+def test_a_profile_that_breaks_off_leaves_no_requests(monkeypatch):
+    llm = adaptive_llm()
+    real, count = Stopwatch.lap, [0]
+
+    def lap(self, name):
+        real(self, name)
+        count[0] += 1
+        if count[0] == 40:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stopwatch, "lap", lap)
+    with pytest.raises(KeyboardInterrupt):
+        profiling.profile(llm, context=16, repeats=1)
+    monkeypatch.undo()
+    llm.cost_table = tiny.flat_costs()
+    assert llm.generate([[3, 4, 5]], SamplingParams(max_tokens=4, seed=0))
+
+
+def test_tables_are_kept_apart_by_what_drafts_and_how(tmp_path, monkeypatch):
+    """Loaded drafters have no name: their size tells them apart. So do the ways of drawing drafts."""
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    monkeypatch.setattr(profiling, "profile", lambda *a: tiny.flat_costs())
+    target = tiny.llama()
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "enable_adaptive_verification": True}
+    drafters = [tiny.near(target, 0.3), tiny.llama(num_hidden_layers=1)]
+    for model in drafters:
+        for how in ("probabilistic", "greedy"):
+            llm = LLM(target, {**config, "model": model, "draft_sample_method": how}, max_num_seqs=4, max_model_len=96)
+            for _ in range(2):
+                profiling.load_or_profile(llm)
+    assert len(list((tmp_path / "cost-tables").glob("*.json"))) == 4
+
+
+def test_profiling_runs_on_text_where_there_is_a_tokenizer(monkeypatch):
+    """Each context ends as a warm-up prompt does; without a tokenizer the tokens are random."""
+    llm = adaptive_llm()
+    assert profiling._warmup_prompts(llm) == []
+    llm.tokenizer = tiny.tokenizer(["<unk>", "<s>", "</s>"])
+    monkeypatch.setattr(llm, "prompt_ids", lambda texts: [[7, 8, 9], [], [5]])
+    assert profiling._warmup_prompts(llm) == [[7, 8, 9], [5]]
+    entered = []
+    monkeypatch.setattr(profiling.Engine, "add", lambda self, r: (entered.append(r.prompt_ids), self.waiting.append(r)))
+    profiling.profile(llm, context=16, repeats=1)
+    assert {tuple(p) for p in entered} == {(9, *[7, 8, 9] * 5), (5,) * 16}
+
+
+def test_a_stopwatch_forgets_a_run_that_was_broken_off():
+    watch = Stopwatch(torch.device("cpu"))
+    watch.lap("verify")
+    watch._events.append(("verify", None, None))  # on a GPU
+    watch.reset()
+    assert set(watch.read().values()) == {0.0}

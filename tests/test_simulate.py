@@ -5,6 +5,7 @@ Oracles: steps and milliseconds worked out by hand; a loop over single requests 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from avref import CostTable, cli
 from avref.evidence import fits, hardware, simulate, tables, traces
@@ -19,6 +21,7 @@ from avref.evidence.observed import Observed, measure
 from avref.evidence.replay import Policy, Replay
 from avref.evidence.trace_file import Trace
 from avref.metrics import mean_acceptance_length
+from avref.pruning import allocate, survival
 
 
 def trace_header(k: int, max_tokens: int, workloads: tuple[str, ...], **changes: Any) -> dict[str, Any]:
@@ -316,3 +319,39 @@ def test_command_prints_and_writes(tmp_path: Path, capsys: Any, monkeypatch: pyt
     assert (tmp_path / "out" / "simulate.md").read_text() in printed + "\n"
     assert (tmp_path / "out" / "pareto.png").stat().st_size > 10_000
     assert cli.main(["simulate", "--trace", "nothing-of-that-name"]) == 2
+
+
+def test_a_token_by_token_block_ends_as_the_engines_does() -> None:
+    """Ending it changes no allocation: each step verifies what the whole block's survivals would have it verify."""
+    trace = made_up(answers=30, k=4, method="eagle", parallel=False)
+    table = CostTable([[0, 1.0, 2.0, 3.0, 4.0]] * 9, [8.0 + t for t in range(41)])
+    replay, ended = Replay(trace, table, Policy.adaptive(), num_requests=8), []
+    real = replay._allocate
+
+    def both(read: Any, capacity: Any, drafted: Any, ids: Any) -> Any:
+        budget, depth = copy.deepcopy(replay.budget), replay.depth
+        assert budget is not None and depth is not None
+        features, admitted, made = real(read, capacity, drafted, ids)
+        deepest = int(capacity.max())
+        assert replay.estimator is not None and features is not None
+        block = survival(replay.estimator.predict(features)[:, :deepest]).double()
+        found = torch.from_numpy(drafted)
+        live = block.masked_fill(torch.arange(deepest) >= found[:, None], 0.0)
+        chosen = budget.choose(live, torch.from_numpy(capacity), ids.tolist(), table)
+        assert allocate(live, chosen, found).tolist() == admitted.tolist()
+        ended.append(made < deepest)
+        return features, admitted, made
+
+    replay._allocate = both  # type: ignore[method-assign]
+    stats = replay.run(300).stats
+    assert 20 < sum(ended) < 300 and stats.drafted_by_position[3] < stats.drafted_by_position[0]
+
+
+def test_drafts_that_are_not_made_are_not_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = made_up(answers=30, k=4, method="eagle", parallel=False)
+    table = CostTable([[0, 1.0, 2.0, 3.0, 4.0]] * 9, [8.0 + t for t in range(41)])
+    ending = Replay(trace, table, Policy.adaptive(), num_requests=8).run(300)
+    monkeypatch.setattr(Replay, "_settled", lambda self, block, *rest: block.shape[1])
+    full = Replay(trace, table, Policy.adaptive(), num_requests=8).run(300)
+    assert ending.stats.draft_ms < 0.95 * full.stats.draft_ms
+    assert ending.tokens_per_s > full.tokens_per_s

@@ -128,6 +128,10 @@ class DraftModel(TokenByToken):
         elif isinstance(model, nn.Module):
             if not hasattr(model, "get_output_embeddings"):
                 raise ValueError(f"speculative_config['model'] is {type(model).__name__}; give a causal LM")
+            if model.device != llm.model.device:
+                raise ValueError(
+                    f"the draft model is on {model.device}, the target on {llm.model.device}; move it there first"
+                )
             model = model.eval()
         else:
             weights.check_not_where_it_was_trained(model)

@@ -139,7 +139,9 @@ class Runner:
         if arm.theirs:
             self._theirs(llm, arm, self.warm[:1], 2, 1.0, 0, 1)  # the first call is slower than the rest
         else:
-            arms.measure(llm, self.warm[:2], arms.params(2, 4, 0), 1)
+            for load in loads if llm.device.type == "cuda" else loads[:1]:  # a GPU's first step of a size is slow
+                own = [self.warm[i % len(self.warm)] for i in range(load)]
+                arms.measure(llm, own, arms.params(load, 3, 0, ignore_eos=True), load)
         return Built(llm, None, None)
 
     def _cost_table(self, llm: LLM, arm: Arm, max_num_seqs: int) -> CostTable:

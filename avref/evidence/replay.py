@@ -157,7 +157,8 @@ class Replay:
             read = self._read(rows, first_rejection, left)  # [R, K]
             threshold = self.policy.stops_below
             if threshold is None:
-                features, admitted = self._allocate(read, capacity, drafted, run.ids)
+                features, admitted, made = self._allocate(read, capacity, drafted, run.ids)
+                drafted = np.minimum(drafted, made)
             else:
                 wanted = _stop(read, threshold, self.policy.confidence)
                 if not trace.header["parallel"]:  # a token-by-token block ends when no request wants another draft
@@ -215,23 +216,41 @@ class Replay:
         others = self.generator.integers(len(self.trace), size=len(rows))
         return np.where(foreign, self.scores[others], self.scores[rows])
 
-    def _allocate(self, read: Array, capacity: Array, drafted: Array, ids: Array) -> tuple[torch.Tensor | None, Array]:
-        """(features that the estimator will observe, admitted [R]): survival, budget, allocation."""
+    def _allocate(
+        self, read: Array, capacity: Array, drafted: Array, ids: Array
+    ) -> tuple[torch.Tensor | None, Array, int]:
+        """(features that the estimator will observe, admitted [R], positions drafted): as `decision.Decision` does."""
         assert self.budget is not None
         features, confidence, deepest = None, torch.from_numpy(read), int(capacity.max())
         if self.estimator is not None:
             features = torch.from_numpy(np.where(np.arange(self.num_positions) < deepest, read, 0.0))
             confidence = self.estimator.predict(features)
-        live = survival(confidence[:, :deepest]).double()  # [R, depth drafted]
-        capacities, found = torch.from_numpy(capacity), torch.from_numpy(drafted)
-        live = live.masked_fill(torch.arange(deepest) >= found[:, None], 0.0)
-        request_ids = ids.tolist()
+        whole_block = survival(confidence[:, :deepest]).double()  # [R, depth planned]
+        capacities, request_ids = torch.from_numpy(capacity), ids.tolist()
+        settled_at = self._settled(whole_block, capacities, request_ids)
+        in_full = self._probes() or self.policy.depth is not None or self.depth is None or self.depth.in_full
+        made = deepest if in_full else settled_at
+        found = torch.from_numpy(np.minimum(drafted, made))
+        live = whole_block.masked_fill(torch.arange(deepest) >= found[:, None], 0.0)
         budget = self.budget.choose(live, capacities, request_ids, self.believed)
         admitted = allocate(live, budget, found).numpy()
-        self.budget.record(live, capacities, found, request_ids)
+        self.budget.record(live, capacities, found, request_ids, budget + 1 if made < deepest else None)
         if self.depth is not None:
-            self.depth.learn(live.numpy(), capacity, self.believed)
-        return features, admitted
+            self.depth.learn(live.numpy(), capacity, self.believed, settled_at)
+        return features, admitted, made
+
+    def _settled(self, whole_block: torch.Tensor, capacities: torch.Tensor, request_ids: list[int]) -> int:
+        """Positions behind which a token-by-token block could end, were it not to be made in full."""
+        assert self.budget is not None
+        planned = whole_block.shape[1]
+        if self.trace.header["parallel"] or self.depth is None:
+            return planned
+        for n in range(1, planned):
+            behind = torch.arange(planned) >= capacities.clamp(max=n)[:, None]
+            live = whole_block.masked_fill(behind, 0.0)
+            if self.budget.settled(live, n, capacities, request_ids, self.believed):
+                return n
+        return planned
 
     def _count(self, run: _Run, drafted: Array, admitted: Array, accepted: Array, verified: Array) -> None:
         s, k = run.stats, np.arange(self.num_positions)
