@@ -22,8 +22,8 @@ What a draft is worth depends on the load: with more requests each is worth veri
 by powers of two of R, and a change of R does not have to be learned anew.
 
 A step drafted to depth d says nothing about deeper ones. So the first steps at a load are drafted in full, later every
-16th, or every 16 n-th where drafting is dear, so that drafting for it costs at most 2 % of the time (verifying what
-such a step admits is not counted).
+16th, every 64th while not drafting is best, and more seldom where drafting is dear: drafting for it costs at most 2 %
+of the time (verifying what such a step admits is not counted).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from avref.cost_table import CostTable
 
 Floats = npt.NDArray[np.float64]
 
-EXPLORE_EVERY = 16
+EXPLORE_EVERY, EXPLORE_IDLE = 16, 64
 """Every so many steps, or a multiple of it, one is drafted in full: it keeps a_d and b_d of deeper d up to date."""
 EXPLORE_SHARE = 0.02
 """Most of the time that this may cost, by the cost table."""
@@ -78,11 +78,6 @@ class DraftDepth:
         if deepest == 0 or now.seen[deepest] < self.warmup:
             return deepest
         full_ms = draft_ms(cost_table, num_requests, deepest)
-        plain_ms = float(cost_table.verify(num_requests, np.array([num_requests]))[0])
-        every = EXPLORE_EVERY * max(1, math.ceil(full_ms[-1] / plain_ms / (EXPLORE_SHARE * EXPLORE_EVERY)))
-        if step % every == every - 1:
-            return deepest
-        self.in_full = False
         depths = slice(0, deepest + 1)
         packed = num_requests * (1.0 + now.verified[depths])  # [deepest+1] tokens, seldom a whole number
         packed = np.minimum(packed, cost_table.token_limit(num_requests))
@@ -91,7 +86,11 @@ class DraftDepth:
         verify_ms = low + (packed - below) * (high - low)
         drafting_ms = np.interp(now.drafted[depths], np.arange(deepest + 1), full_ms)
         rates = num_requests * now.tokens[depths] / (drafting_ms + verify_ms)
-        return int(rates.argmax())  # of equal ones the smallest depth
+        best = int(rates.argmax())  # of equal ones the smallest depth
+        seldom = EXPLORE_EVERY if best else EXPLORE_IDLE
+        every = seldom * max(1, math.ceil(full_ms[-1] / low[0] / (EXPLORE_SHARE * seldom)))
+        self.in_full = step % every == every - 1
+        return deepest if self.in_full else best
 
     def learn(
         self, survival: Floats, capacities: npt.NDArray[np.int64], cost_table: CostTable, ended_at: int | None = None

@@ -188,7 +188,8 @@ class LLM:
             self._num_requests += 1
             seed = (self.seed * 1_000_003 + self._num_requests) % 2**63 if own.seed is None else own.seed
             if self.engine.adaptive and own.seed is not None:
-                seed, given[seed] = (seed + 1_000_003 * given[seed]) % 2**63, given[seed] + 1
+                seed = (own.seed + 1_000_003 * given[own.seed]) % 2**63
+                given[own.seed] += 1
             requests.append(self._request(ids, own, seed))
         return requests
 

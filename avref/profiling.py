@@ -45,6 +45,16 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted({1 << i for i in range(max_num_seqs.bit_length()) if 1 << i <= max_num_seqs} | {max_num_seqs})
 
 
+def verified_counts(num_requests: int, depth: int) -> list[int]:
+    """Drafts verified in all at which a step is timed: none, 1, 2, 3, 5, ... each, and where many run a part of one.
+
+    With many requests a pruned step mostly lies between none and one each, and there the cost need not be a line.
+    """
+    each = {k for k in range(depth + 1) if k in (1, 2, 3, 5, 7, depth) or num_requests <= 2 or k % 4 == 3}
+    parts = {-(-num_requests // 4), -(-num_requests // 2)} if num_requests > 1 else set()
+    return sorted({0, *parts, *(k * num_requests for k in each if k)})
+
+
 def draft_depths(num_positions: int) -> list[int]:
     """Depths at which drafting is timed: 1, K/2 and K. Token by token it takes longer with each, in parallel hardly."""
     return sorted({1, max(1, num_positions // 2), num_positions})
@@ -82,7 +92,10 @@ def processor() -> str:
 def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, again: bool = False) -> CostTable:
     """The saved table for this setting, or a new one, measured now and saved."""
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
-    setting |= {"depths": draft_depths(llm.engine.num_positions), "steps": "uneven, in rectangles; lower quartile"}
+    setting |= {
+        "depths": draft_depths(llm.engine.num_positions),
+        "steps": "uneven, in rectangles; lower quartile, parts",
+    }
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
         setting |= {name: getattr(llm.config, name) for name in names}
@@ -109,8 +122,8 @@ def _drafter_parameters(drafter: Any) -> int:
 def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTable:
     """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
 
-    R goes in powers of two up to `max_num_seqs`, with 0, 1, ... K drafts verified per request on average, and 1, K/2
-    and K positions drafted; each point is the lower quartile of at least `repeats` rounds, more where steps are short
+    R goes in powers of two up to `max_num_seqs`, with `verified_counts` drafts verified, and 1, K/2 and K positions
+    drafted; each point is the lower quartile of at least `repeats` rounds, more where steps are short
     or their times differ: a wrong order of neighbouring points is what spoils decisions at small batches. Says so on
     stderr when the machine was too busy for that. Raises ValueError when the LLM has no drafter.
     """
@@ -130,7 +143,7 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     for num_requests in tqdm(sizes, desc="batch sizes", disable=None, leave=False, dynamic_ncols=True):
         draft, verify = _measure(llm, num_requests, depth, context, repeats)
         draft_points += [(num_requests, d, _quartile(ms)) for d, ms in draft.items()]
-        verify_points += [(num_requests, num_requests * (1 + k), _quartile(ms)) for k, ms in verify.items()]
+        verify_points += [(num_requests, num_requests + b, _quartile(ms)) for b, ms in verify.items()]
         spread[num_requests] = _spread(verify)
     if max(spread.values()) > STEADY:
         worst = max(spread, key=spread.__getitem__)
@@ -163,16 +176,16 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
         cost_table=flat,
     )
     draft: dict[int, list[float]] = {d: [] for d in draft_depths(depth)}
-    verify: dict[int, list[float]] = {k: [] for k in range(depth + 1)}
+    verify: dict[int, list[float]] = {b: [] for b in verified_counts(num_requests, depth)}
     order = random.Random(0)
-    kinds = [(depth, k) for k in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
+    kinds = [(depth, b) for b in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
     fits = 0  # steps that the requests still have room for
     record = {name: vars(engine.drafter)[name].copy() for name in RECORD if name in vars(engine.drafter)}
     try:
-        for drafted, k in _rounds(kinds, order, repeats, lambda: _spread(verify) <= STEADY):
+        for drafted, b in _rounds(kinds, order, repeats, lambda: _spread(verify) <= STEADY):
             if fits == 0:
                 fits = _refill(engine, llm, num_requests, depth, context)
-            engine.override, engine.fixed_depth = _uneven(k, depth, num_requests), drafted
+            engine.override, engine.fixed_depth = _uneven(b, depth, num_requests), drafted
             before = engine.watch.read()
             engine.step()
             after = engine.watch.read()
@@ -180,7 +193,7 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
             step = {name: after[name] - before[name] for name in after}
             draft[drafted].append(step["draft"])
             if drafted == depth:
-                verify[k].append(step["verify"] + step["sample"] + step["other"])
+                verify[b].append(step["verify"] + step["sample"] + step["other"])
     finally:
         engine.abort()  # the caches are the LLM's
         vars(engine.drafter).update(record)  # and what an n-gram drafter counts
@@ -212,14 +225,18 @@ def _spread(points: Mapping[int, Sequence[float]]) -> float:
     return statistics.median(statistics.mean(ms) / min(ms) for ms in points.values())
 
 
-def _uneven(k: int, depth: int, num_requests: int) -> Callable[[int], int]:
-    """An override that admits k drafts a request on average, in turn one less and one more where that can be.
+def _uneven(budget: int, depth: int, num_requests: int) -> Callable[[int], int]:
+    """An override that admits `budget` drafts in all, in turn one less and one more than the mean where that can be.
 
     Pruned steps are uneven, and an uneven step costs more attention than an even one of as many tokens.
     """
-    pairs = num_requests // 2 if 0 < k < depth else 0
-    counts = itertools.cycle([k - 1, k + 1] * pairs + [k] * (num_requests - 2 * pairs))
-    return lambda capacity: min(capacity, next(counts))
+    mean, rest = divmod(budget, num_requests)
+    counts = [mean + (i < rest) for i in range(num_requests)]
+    for i in range(0, num_requests - 1, 2):
+        if 0 < counts[i] and counts[i + 1] < depth:
+            counts[i], counts[i + 1] = counts[i] - 1, counts[i + 1] + 1
+    turn = itertools.cycle(counts)
+    return lambda capacity: min(capacity, next(turn))
 
 
 def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: int) -> int:

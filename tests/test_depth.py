@@ -14,7 +14,7 @@ import torch
 from avref import profiling
 from avref.config import SamplingParams
 from avref.cost_table import CostTable
-from avref.depth import EXPLORE_EVERY, EXPLORE_SHARE, DraftDepth, draft_ms
+from avref.depth import EXPLORE_EVERY, EXPLORE_IDLE, EXPLORE_SHARE, DraftDepth, draft_ms
 from avref.llm import LLM
 from avref.pruning import choose_budget
 
@@ -100,16 +100,21 @@ def test_drafting_nothing_costs_nothing() -> None:
 
 
 def test_steps_drafted_in_full_whatever_was_learned() -> None:
-    depth = DraftDepth(4)
-    cheap, dear = (CostTable(np.full(3, ms), np.ones(11)) for ms in (0.3, 1.0))
-    useless = np.zeros((2, 4))
-    for n in range(8):
-        assert depth.choose(n, 2, 4, cheap) == 4
-        depth.learn(useless, np.full(2, 4), cheap)
-    full = [[n for n in range(128) if depth.choose(n, 2, 4, costs)] for costs in (cheap, dear)]
-    assert full == [[15, 31, 47, 63, 79, 95, 111, 127], [63, 127]]  # .3 / 16 and 1 / 64 are below 2 %
-    assert (EXPLORE_EVERY, EXPLORE_SHARE) == (16, 0.02)
-    assert depth.choose(0, 2, 0, dear) == 0
+    cheap, dear, dearer = (CostTable(np.full(3, ms), np.ones(11)) for ms in (0.3, 1.0, 3.0))
+
+    def in_full(survivals: list[float], costs: CostTable) -> list[int]:
+        depth = DraftDepth(4)
+        for n in range(8):
+            assert depth.choose(n, 2, 4, costs) == 4
+            depth.learn(np.tile(survivals, (2, 1)), np.full(2, 4), costs)
+        return [n for n in range(256) if depth.choose(n, 2, 4, costs) == 4 and depth.in_full]
+
+    useless, one = [0.0] * 4, [0.9, 0.0, 0.0, 0.0]
+    assert in_full(one, cheap) == list(range(15, 256, 16))  # .3 / 16 is below 2 %
+    assert in_full(useless, cheap) == in_full(useless, dear) == [63, 127, 191, 255]  # while not drafting is best
+    assert in_full(useless, dearer) == [191]  # 3 / 192, the first multiple of 64 that is
+    assert (EXPLORE_EVERY, EXPLORE_IDLE, EXPLORE_SHARE) == (16, 64, 0.02)
+    assert DraftDepth(4).choose(0, 2, 0, dear) == 0
 
 
 def test_another_load_neither_spoils_nor_hides_what_was_learned() -> None:

