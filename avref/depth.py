@@ -42,6 +42,8 @@ Floats = npt.NDArray[np.float64]
 
 EXPLORE_EVERY, EXPLORE_IDLE = 16, 64
 """Every so many steps, or a multiple of it, one is drafted in full: it keeps a_d and b_d of deeper d up to date."""
+EXACT = 0.02
+"""Rates that differ by less count as equal, and the smaller depth wins: no cost table is more exact."""
 EXPLORE_SHARE = 0.02
 """Most of the time that this may cost, by the cost table."""
 
@@ -86,7 +88,7 @@ class DraftDepth:
         verify_ms = low + (packed - below) * (high - low)
         drafting_ms = np.interp(now.drafted[depths], np.arange(deepest + 1), full_ms)
         rates = num_requests * now.tokens[depths] / (drafting_ms + verify_ms)
-        best = int(rates.argmax())  # of equal ones the smallest depth
+        best = int(np.argmax(rates >= (1 - EXACT) * rates.max()))  # of those as good, the smallest depth
         seldom = EXPLORE_EVERY if best else EXPLORE_IDLE
         every = seldom * max(1, math.ceil(full_ms[-1] / low[0] / (EXPLORE_SHARE * seldom)))
         self.in_full = step % every == every - 1

@@ -94,7 +94,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
     setting |= {
         "depths": draft_depths(llm.engine.num_positions),
-        "steps": "uneven, in rectangles; lower quartile, parts",
+        "steps": "uneven, in rectangles, parts, contexts; lower quartile",
     }
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
@@ -120,7 +120,7 @@ def _drafter_parameters(drafter: Any) -> int:
 
 
 def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTable:
-    """Measure draft and verify milliseconds of a step at `context` cached tokens per request.
+    """Measure draft and verify milliseconds of a step at `context` cached tokens per request, half to one and a half.
 
     R goes in powers of two up to `max_num_seqs`, with `verified_counts` drafts verified, and 1, K/2 and K positions
     drafted; each point is the lower quartile of at least `repeats` rounds, more where steps are short
@@ -228,12 +228,13 @@ def _spread(points: Mapping[int, Sequence[float]]) -> float:
 def _uneven(budget: int, depth: int, num_requests: int) -> Callable[[int], int]:
     """An override that admits `budget` drafts in all, in turn one less and one more than the mean where that can be.
 
-    Pruned steps are uneven, and an uneven step costs more attention than an even one of as many tokens.
+    Pruned steps are uneven, and an uneven step costs more attention than an even one of as many tokens. Less than one
+    draft each is one for some, as when a step is drafted to depth 1.
     """
     mean, rest = divmod(budget, num_requests)
     counts = [mean + (i < rest) for i in range(num_requests)]
-    for i in range(0, num_requests - 1, 2):
-        if 0 < counts[i] and counts[i + 1] < depth:
+    for i in range(0, num_requests - 1 if mean else 0, 2):
+        if counts[i + 1] < depth:
             counts[i], counts[i + 1] = counts[i] - 1, counts[i + 1] + 1
     turn = itertools.cycle(counts)
     return lambda capacity: min(capacity, next(turn))
@@ -242,18 +243,21 @@ def _uneven(budget: int, depth: int, num_requests: int) -> Callable[[int], int]:
 def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: int) -> int:
     """Start synthetic requests, run a warm step; return how many full steps still fit.
 
-    A request's `context` tokens end like the prompts that ship for warming up, so that drafts are accepted as on text
-    (acceptance takes longer the further it gets); where there is no tokenizer for those, they are random.
+    Contexts go from half to one and a half of `context`: attention is padded to the longest. They end like the prompts
+    that ship for warming up, so that drafts are accepted as on text (acceptance takes longer the further it gets);
+    where there is no tokenizer for those, they are random.
     """
     engine.abort()
     order = random.Random(1)
-    room = llm.max_model_len - context - 1
+    lengths = [max(1, round(context * (0.5 + (i + 0.5) / num_requests))) for i in range(num_requests)]
+    lengths = [min(n, llm.max_model_len - 4 * (depth + 1)) for n in order.sample(lengths, num_requests)]
+    room = llm.max_model_len - max(lengths) - 1
     texts = _warmup_prompts(llm)
-    for i in range(num_requests):
-        ids = [order.randrange(llm.vocab_size) for _ in range(context)]
+    for i, length in enumerate(lengths):
+        ids = [order.randrange(llm.vocab_size) for _ in range(length)]
         if texts:
             text = texts[i % len(texts)]
-            ids = (text * -(-context // len(text)))[-context:]
+            ids = (text * -(-length // len(text)))[-length:]
         params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=room)
         engine.add(Request(-1 - i, ids, params, llm.max_model_len, frozenset(), torch.Generator().manual_seed(i)))
     engine.override = lambda capacity: 0
