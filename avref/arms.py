@@ -83,7 +83,8 @@ def race(
     """`measure` for several arms on the same prompts; they take turns, always the one with the fewest tokens so far.
 
     A machine's own speed drifts within seconds, often by more than the arms differ. Taking turns step by step, all
-    arms meet the same machine, so that ratios of their speeds do not carry the drift. Equal ones go in the given order.
+    arms meet the same machine, so that ratios of their speeds do not carry the drift. For the same reason all stop
+    when the first one can no longer fill its batch. Arms with equally many tokens go in the given order.
     """
     before = {name: llm.engine.max_num_seqs for name, llm in llms.items()}
     for llm in llms.values():
@@ -93,16 +94,13 @@ def race(
     running = {name: llm.measuring(prompts, params) for name, llm in llms.items()}
     tokens = dict.fromkeys(llms, 0)
     try:
-        while running:
-            name = min(running, key=tokens.__getitem__)
-            if next(running[name], None) is None:
-                del running[name]
+        while next(running[name := min(running, key=tokens.__getitem__)], None) is not None:
             tokens[name] = llms[name].stats.num_tokens
     finally:
         for name, llm in llms.items():
             llm.engine.max_num_seqs = before[name]
         for steps in running.values():
-            steps.close()  # after an error: no requests are left behind
+            steps.close()  # no requests are left behind
     return {name: Run(llm.stats) for name, llm in llms.items()}
 
 

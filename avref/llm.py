@@ -218,8 +218,9 @@ class LLM:
         except BaseException:
             engine.abort()  # one bad step must not leave requests behind for the next call
             raise
-        for name, ms in engine.watch.read().items():
-            setattr(engine.stats, f"{name}_ms", ms)
+        finally:
+            for name, ms in engine.watch.read().items():
+                setattr(engine.stats, f"{name}_ms", ms)
 
     def chat(
         self,

@@ -326,7 +326,7 @@ def _speeds(
     from avref.arms import params, race, rotate
 
     prompts = base.prompt_ids(workloads.mix())
-    count = max(3, concurrency + concurrency // 2)
+    count = max(5, concurrency + concurrency // 2)
     speeds: dict[str, list[float]] = {n: [] for n in names}
     for repeat in range(repeats):
         chosen = [prompts[(100 + repeat * count + i) % len(prompts)] for i in range(count)]

@@ -328,7 +328,7 @@ def racers(pair: tuple[Any, Any]) -> dict[str, LLM]:
 
 
 def test_arms_of_a_race_take_turns_step_by_step(pair, monkeypatch):
-    """Each arm does what it does alone; at every moment all have nearly the same number of tokens."""
+    """Each arm does what it does alone, until the first has ended; all have nearly the same number of tokens."""
     llms, prompts = racers(pair), [[3, 4, 5], [6, 7], [8, 9, 10]]
     params = arms.params(3, 12, 0)
     alone = {name: arms.measure(llm, prompts, params, 2).stats for name, llm in llms.items()}
@@ -347,9 +347,11 @@ def test_arms_of_a_race_take_turns_step_by_step(pair, monkeypatch):
     assert list(raced) == list(llms)
     for name, run in raced.items():
         for count in ("num_tokens", "num_steps", "num_requests"):
-            assert getattr(run.stats, count) == getattr(alone[name], count)
-        assert run.stats.accepted_by_position.tolist() == alone[name].accepted_by_position.tolist()
+            assert getattr(run.stats, count) <= getattr(alone[name], count)
+        assert (run.stats.accepted_by_position <= alone[name].accepted_by_position).all()
+        assert run.stats.num_tokens >= max(r.stats.num_tokens for r in raced.values()) - most
         assert 0 < run.decode_s < run.stats.wall_s and not llms[name].engine.running
+    assert any(run.stats.num_steps == alone[name].num_steps for name, run in raced.items())
     order = [name for name, _ in apart]
     assert len(set(order[:3])) == 3 and max(ahead for _, ahead in apart) <= most
     assert sum(a != b for a, b in itertools.pairwise(order)) > len(order) // 2

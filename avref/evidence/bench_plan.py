@@ -99,7 +99,7 @@ class Unit:
         """Requests of the run: beside Hugging Face all at once, else some more, which enter when others leave."""
         if self.block == "outside" and self.concurrency > 1:
             return self.concurrency
-        return max(4, self.concurrency + self.concurrency // 2)
+        return max(6, self.concurrency + self.concurrency // 2)
 
     def seconds(self, max_tokens: int) -> float:
         """The first guess at its time."""
