@@ -128,7 +128,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"torch {m['torch']}, transformers {m['transformers']}; temperature 1, top-p .95, at most {s['max_tokens']} "
         "tokens per answer.",
         "",
-        f"Settings are chosen on {s['chosen_on']}; reported are {s['reported_on']}. Arms take turns within a repeat, "
+        f"Settings are chosen on {s['chosen_on']}; reported are {s['reported_on']}. Arms take turns step by step, "
         "with the same prompts and seeds; each number is the median over repeats, with the lowest and the highest "
         "behind it; ratios are taken within a repeat. Speeds are tokens per second of decoding, prefill apart, while "
         "the batch is full. Every run of an adaptive arm starts from what its warm-up on other prompts taught "
