@@ -321,12 +321,26 @@ def test_command_prints_and_writes(tmp_path: Path, capsys: Any, monkeypatch: pyt
     assert cli.main(["simulate", "--trace", "nothing-of-that-name"]) == 2
 
 
-def test_a_token_by_token_block_ends_as_the_engines_does() -> None:
-    """Ending it changes no allocation: each step verifies what the whole block's survivals would have it verify."""
+def planning_deep() -> Replay:
+    """Every block of this token-by-token drafter is planned to its full depth, and may end before."""
     trace = made_up(answers=30, k=4, method="eagle", parallel=False)
     table = CostTable([[0, 0.1, 0.2, 0.3, 0.4]] * 9, [8.0 + t for t in range(41)])
-    replay, ended = Replay(trace, table, Policy.adaptive(), num_requests=8), []
-    real = replay._allocate
+    replay = Replay(trace, table, Policy.adaptive(), num_requests=8)
+    depth = replay.depth
+    assert depth is not None
+
+    def choose(step: int, num_requests: int, deepest: int, costs: CostTable) -> int:
+        depth.in_full = False
+        return deepest
+
+    depth.choose = choose  # type: ignore[method-assign]
+    return replay
+
+
+def test_a_token_by_token_block_ends_as_the_engines_does() -> None:
+    """Ending it changes no allocation: each step verifies what the whole block's survivals would have it verify."""
+    replay, ended = planning_deep(), []
+    real, table = replay._allocate, replay.cost_table
 
     def both(read: Any, capacity: Any, drafted: Any, ids: Any) -> Any:
         budget, depth = copy.deepcopy(replay.budget), replay.depth
@@ -344,14 +358,12 @@ def test_a_token_by_token_block_ends_as_the_engines_does() -> None:
 
     replay._allocate = both  # type: ignore[method-assign]
     stats = replay.run(300).stats
-    assert 20 < sum(ended) < 300 and stats.drafted_by_position[3] < stats.drafted_by_position[0]
+    assert 200 < sum(ended) < 300 and stats.drafted_by_position[3] < stats.drafted_by_position[0]
 
 
 def test_drafts_that_are_not_made_are_not_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = made_up(answers=30, k=4, method="eagle", parallel=False)
-    table = CostTable([[0, 0.1, 0.2, 0.3, 0.4]] * 9, [8.0 + t for t in range(41)])
-    ending = Replay(trace, table, Policy.adaptive(), num_requests=8).run(300)
+    ending = planning_deep().run(300)
     monkeypatch.setattr(Replay, "_settled", lambda self, block, *rest: block.shape[1])
-    full = Replay(trace, table, Policy.adaptive(), num_requests=8).run(300)
+    full = planning_deep().run(300)
     assert ending.stats.draft_ms < 0.95 * full.stats.draft_ms
     assert ending.tokens_per_s > full.tokens_per_s
