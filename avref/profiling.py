@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
+PARTS_FROM = 16  # requests
 RECORD = ("graded", "accepted")  # what an n-gram drafter learns from verdicts
 STEADY, LONGEST_S = 1.3, 20.0  # mean over shortest time of a step; above it (a busy machine) they go on so long
 
@@ -48,10 +49,11 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 def verified_counts(num_requests: int, depth: int) -> list[int]:
     """Drafts verified in all at which a step is timed: none, 1, 2, 3, 5, ... each, and where many run a part of one.
 
-    With many requests a pruned step mostly lies between none and one each, and there the cost need not be a line.
+    With many requests a pruned step mostly lies between none and one each, and there the cost need not be a line. (Not
+    with few: a CPU's matrix library is slower with 9 to 15 rows than with 16, and a table never falls.)
     """
     each = {k for k in range(depth + 1) if k in (1, 2, 3, 5, 7, depth) or num_requests <= 2 or k % 4 == 3}
-    parts = {-(-num_requests // 4), -(-num_requests // 2)} if num_requests > 1 else set()
+    parts = {num_requests // 4, num_requests // 2} if num_requests >= PARTS_FROM else set()
     return sorted({0, *parts, *(k * num_requests for k in each if k)})
 
 
