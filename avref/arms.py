@@ -86,10 +86,11 @@ def race(
     arms meet the same machine, so that ratios of their speeds do not carry the drift. For the same reason all stop
     when the first one can no longer fill its batch. Arms with equally many tokens go in the given order.
     """
-    before = {name: llm.engine.max_num_seqs for name, llm in llms.items()}
     for llm in llms.values():
         if llm.engine.has_budget and llm.cost_table is None:
             llm.cost_table = profiling.load_or_profile(llm)  # for all requests that it may run, not for so many
+    before = {name: llm.engine.max_num_seqs for name, llm in llms.items()}
+    for llm in llms.values():
         llm.engine.max_num_seqs = concurrency
     running = {name: llm.measuring(prompts, params) for name, llm in llms.items()}
     tokens = dict.fromkeys(llms, 0)

@@ -567,3 +567,19 @@ def test_bad_input_is_named():
         target_law(dataclasses.replace(e, requests=[broken]))
     with pytest.raises(ValueError, match="unknown budget rule"):
         joint_law(dataclasses.replace(e, policy=budget_policy(costs(1, 2, 3), "greedy")))
+
+
+@pytest.mark.parametrize("rule", ["early_stop", "lookahead"])
+def test_requests_that_draw_alike_leak_and_independent_ones_do_not(rule):
+    """Why `LLM` replaces a seed that is given twice: every outcome of the example in test_llm, with its probability.
+
+    B drafts token 0 or 1 by its own number; A's second survival is .9 or 0 by A's. p = (.7, .3), q = (.5, .5).
+    """
+    table = CostTable([0.0] * 3, [1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 1.5])  # 2, 3 and 4 tokens cost the same, 5 do not
+    emits_0 = {}
+    for a, b in ((0, 0), (0, 1), (1, 0), (1, 1)):  # what A and B draw
+        live = np.array([[0.95, 0.9 if a == 0 else 0.0], [0.8, 0.0]])
+        verified = pruning.allocate(live, pruning.choose_budget(live, table, 2, rule))[1] > 0
+        emits_0[a, b] = 0.7 if not verified else 1.0 if b == 0 else 0.4  # token 1 is refused at .4: then 0
+    assert sum(emits_0.values()) / 4 == pytest.approx(0.7, abs=1e-12)
+    assert (emits_0[0, 0] + emits_0[1, 1]) / 2 == pytest.approx(0.55, abs=1e-12)  # copies
