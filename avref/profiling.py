@@ -1,10 +1,16 @@
 """Measuring the cost table: real engine steps on synthetic requests.
 
-Every batch size (powers of two) is measured with every number of verified drafts, and drafting at a few depths. Each
-step runs the engine that serves (drafting, forward, sampling, acceptance, bookkeeping) with depth and number of
-admitted drafts forced; sizes in shuffled order, and of the repeats the lower quartile: what disturbs a step only makes
-it longer. Tables are saved under `models.cache_dir()` and reused for the same model, drafter, dtype, device and
-versions.
+Every batch size (powers of two) is measured with every number of verified drafts, drafting at a few depths, and without
+any drafting. Each step runs the engine that serves (drafting, forward, sampling, acceptance, bookkeeping) with depth
+and number of admitted drafts forced; sizes in shuffled order, and of the repeats the lower quartile: what disturbs a
+step only makes it longer. What drafts cost beyond drafting them, above all the features, is counted with the drafting:
+
+    extra(d)       = rest(d, 0) - rest(0, 0)         rest: sampling and bookkeeping of a step of depth d, B verified
+    draft_ms(d)    = drafting(d) + extra(d)
+    verify_ms(B)   = forward(K, B) + rest(K, B) - extra(K),   and for B = 0 forward(0, 0) + rest(0, 0)
+
+so a step that drafts nothing costs what plain decoding does. Tables are saved under `models.cache_dir()` and reused for
+the same model, drafter, dtype, device and versions.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
 PARTS_FROM = 16  # requests
+Steps = dict[tuple[int, int], list[tuple[float, float, float]]]
+"""Milliseconds of drafting, of the forward and of the rest of every timed step, by (depth drafted, drafts verified)."""
 RECORD = ("graded", "accepted")  # what an n-gram drafter learns from verdicts
 STEADY, LONGEST_S = 1.3, 20.0  # mean over shortest time of a step; above it (a busy machine) they go on so long
 
@@ -96,7 +104,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
     setting |= {
         "depths": draft_depths(llm.engine.num_positions),
-        "steps": "uneven, in rectangles, parts, contexts; lower quartile",
+        "steps": "uneven, in rectangles, parts, contexts; plain ones apart; lower quartile; head rows padded",
     }
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
@@ -143,10 +151,11 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     draft_points, verify_points, spread = [], [], {}
     sizes = batch_sizes(limit)[::-1]  # a process is slowest at first, and short steps suffer most
     for num_requests in tqdm(sizes, desc="batch sizes", disable=None, leave=False, dynamic_ncols=True):
-        draft, verify = _measure(llm, num_requests, depth, context, repeats)
-        draft_points += [(num_requests, d, _quartile(ms)) for d, ms in draft.items()]
-        verify_points += [(num_requests, num_requests + b, _quartile(ms)) for b, ms in verify.items()]
-        spread[num_requests] = _spread(verify)
+        steps = _measure(llm, num_requests, depth, context, repeats)
+        draft, verify = _points(steps, depth)
+        draft_points += [(num_requests, d, ms) for d, ms in draft.items()]
+        verify_points += [(num_requests, num_requests + b, ms) for b, ms in verify.items()]
+        spread[num_requests] = _spread(steps)
     if max(spread.values()) > STEADY:
         worst = max(spread, key=spread.__getitem__)
         print(
@@ -166,8 +175,8 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     return table
 
 
-def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int) -> list[dict[int, list[float]]]:
-    """Milliseconds of drafting by depth, and of the rest of the step by number of verified drafts."""
+def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int) -> Steps:
+    """The laps of timed steps, by depth drafted and number of verified drafts."""
     flat = CostTable(np.ones(num_requests + 1), np.ones(num_requests * (depth + 1) + 1))
     engine = Engine(
         llm.engine.target,
@@ -177,14 +186,14 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
         estimator=OnlineAcceptanceEstimator(depth, device=llm.device) if llm.estimator is not None else None,
         cost_table=flat,
     )
-    draft: dict[int, list[float]] = {d: [] for d in draft_depths(depth)}
-    verify: dict[int, list[float]] = {b: [] for b in verified_counts(num_requests, depth)}
     order = random.Random(0)
-    kinds = [(depth, b) for b in verify] + [(d, 0) for d in draft if d < depth]  # (depth drafted, drafts verified)
+    kinds = [(depth, b) for b in verified_counts(num_requests, depth)]  # (depth drafted, drafts verified)
+    kinds += [(d, 0) for d in (0, *draft_depths(depth)) if d < depth]
+    steps: Steps = {kind: [] for kind in kinds}
     fits = 0  # steps that the requests still have room for
     record = {name: vars(engine.drafter)[name].copy() for name in RECORD if name in vars(engine.drafter)}
     try:
-        for drafted, b in _rounds(kinds, order, repeats, lambda: _spread(verify) <= STEADY):
+        for drafted, b in _rounds(kinds, order, repeats, lambda: _spread(steps) <= STEADY):
             if fits == 0:
                 fits = _refill(engine, llm, num_requests, depth, context)
             engine.override, engine.fixed_depth = _uneven(b, depth, num_requests), drafted
@@ -193,14 +202,22 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
             after = engine.watch.read()
             fits -= 1
             step = {name: after[name] - before[name] for name in after}
-            draft[drafted].append(step["draft"])
-            if drafted == depth:
-                verify[b].append(step["verify"] + step["sample"] + step["other"])
+            steps[drafted, b].append((step["draft"], step["verify"], step["sample"] + step["other"]))
     finally:
         engine.abort()  # the caches are the LLM's
         vars(engine.drafter).update(record)  # and what an n-gram drafter counts
     # the first round warms allocators and caches up; where steps take long, it is one of the few that count
-    return [{n: ms[len(ms) > repeats :] for n, ms in points.items()} for points in (draft, verify)]
+    return {kind: laps[len(laps) > repeats :] for kind, laps in steps.items()}
+
+
+def _points(steps: Steps, depth: int) -> tuple[dict[int, float], dict[int, float]]:
+    """draft_ms by depth and verify_ms by number of verified drafts, as the module says."""
+    rest = {d: _quartile([laps[2] for laps in steps[d, 0]]) for d in (0, *draft_depths(depth))}
+    extra = {d: max(0.0, ms - rest[0]) for d, ms in rest.items()}
+    whole = {kind: _quartile([sum(laps[1:]) for laps in own]) for kind, own in steps.items()}
+    drafting = {d: _quartile([laps[0] for kind, own in steps.items() if kind[0] == d for laps in own]) for d in rest}
+    verify = {b: max(0.0, ms - extra[depth]) for (d, b), ms in whole.items() if d == depth and b}
+    return {d: drafting[d] + extra[d] for d in rest if d}, {0: whole[0, 0], **verify}
 
 
 def _rounds(
@@ -222,9 +239,10 @@ def _quartile(milliseconds: Sequence[float]) -> float:
     return float(np.quantile(milliseconds, 0.25))
 
 
-def _spread(points: Mapping[int, Sequence[float]]) -> float:
+def _spread(steps: Steps) -> float:
     """How much longer than its shortest a step takes on average: the median over kinds of steps of mean / minimum."""
-    return statistics.median(statistics.mean(ms) / min(ms) for ms in points.values())
+    times = [[sum(laps[1:]) for laps in own] for own in steps.values()]
+    return statistics.median(statistics.mean(ms) / min(ms) for ms in times)
 
 
 def _uneven(budget: int, depth: int, num_requests: int) -> Callable[[int], int]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from avref import LLM, arms, cli, plots, workloads
+from avref import LLM, arms, cli, hub, plots, workloads
 from avref.drafters.draft_model import TinyLlama, TinyLlamaConfig
 from avref.evidence import bench, bench_report, bench_setting, outside, prompt_sets
 from avref.evidence.bench_plan import BLOCKS, MIX, TUNING, Arm, Plan, Unit
@@ -507,7 +507,7 @@ def test_a_network_that_swallows_everything_does_not_hang(nowhere, monkeypatch):
         raise OSError
 
     monkeypatch.setattr(urllib.request, "urlopen", never)
-    monkeypatch.setattr(prompt_sets, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.2)
     began = time.perf_counter()
     with pytest.raises(RuntimeError, match="no answer within"):
         prompt_sets.load("gsm8k")

@@ -189,6 +189,8 @@ def test_sampling_params_must_fit_the_prompts(target: Any) -> None:
         llm.generate([[3]], {"temperature": 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="SamplingParams"):
         llm.generate([[3]], [{"temperature": 0}])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="stop_token_ids holds 50; ids go from 0 to 49"):
+        llm.generate([[3]], SamplingParams(stop_token_ids=(4, 50)))
 
 
 # Prompts
@@ -284,6 +286,18 @@ def test_empty_folder(tmp_path: Path) -> None:
         LLM(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer_says_so(target: Any, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"could not load the tokenizer in .* does the folder hold tokenizer.json"):
+        LLM(str(tmp_path), dtype="float32")
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"model.safetensors' is a file; give an existing folder"):
+        LLM(tmp_path / "model.safetensors")
+
+
 def test_truncated_weights(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         data = file.read_bytes()
@@ -310,6 +324,16 @@ def test_hub_id_without_a_network_fails_quickly(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match=r"could not load 'someone/some-model.*as a hub id: .*network"):
         LLM("someone/some-model-that-is-in-no-cache")
     assert time.monotonic() - started < 20
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"could not load 'someone/some-model.*as a hub id"):
+        LLM("someone/some-model-that-is-in-no-cache")
+    assert time.monotonic() - started < 5
 
 
 # Tokenizers

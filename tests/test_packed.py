@@ -157,6 +157,19 @@ def mutated_difference(model: Any) -> float:
     return difference(in_ragged_steps(model, rows, 0), [plain(model, ids) for ids in rows])
 
 
+@pytest.mark.parametrize("count", [1, 5, 6, 11, 15, 16, 17])
+def test_rows_that_fill_the_head_up_are_not_seen(count: int) -> None:
+    """A CPU computes logits of 6 to 15 rows as 16; none of the surplus comes back."""
+    model = tiny.llama()
+    ids = torch.arange(3, 3 + count)
+    expected = plain(model, ids.tolist())
+    logits, _ = PackedModel(model, 1, 64).forward(ids, Layout([0], [count]))
+    assert logits.shape == expected.shape
+    assert torch.allclose(logits, expected, atol=1e-5)
+    chosen, _ = PackedModel(model, 1, 64).forward(ids, Layout([0], [count]), torch.arange(count).flip(0))
+    assert torch.allclose(chosen, expected.flip(0), atol=1e-5)
+
+
 def test_a_mask_that_sees_the_next_token_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     correct = Block.mask
 

@@ -14,19 +14,15 @@ object with a field "prompt", "question" or "turns" (the first turn is taken), a
 from __future__ import annotations
 
 import json
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from avref import workloads
+from avref import hub, workloads
 
 FIELDS = ("prompt", "question", "turns")
 SUFFIXES = (".txt", ".jsonl", ".json")
-TIMEOUT_S = 3.0
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
@@ -125,10 +121,10 @@ def _fetch(name: str, source: Source) -> list[Any]:
         rows = _from_hub(source, local=True)
         if rows is None:
             tried += f", then {constants.ENDPOINT}"
-            if _reachable(constants.ENDPOINT):
+            if hub.reachable(constants.ENDPOINT):
                 rows = _from_hub(source, local=False)
             else:
-                tried += f" (no answer within {TIMEOUT_S + 1:.0f} s)"
+                tried += f" (no answer within {hub.TIMEOUT_S + 1:.0f} s)"
     except Exception as error:  # whatever a hub client raises: the reader needs the remedy, not its kind
         tried += f" ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     if not rows:
@@ -168,22 +164,3 @@ def _read(file: Path) -> list[Any]:
 
         return list(parquet.read_table(file).to_pylist())
     return [row for _, row in _rows(file.suffix, file.read_text(encoding="utf-8"), file.name)]
-
-
-def _reachable(url: str) -> bool:
-    """Whether a server answers at all, within seconds: a hub client would try again for minutes."""
-    answered = []
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=TIMEOUT_S).close()
-            answered.append(True)
-        except urllib.error.HTTPError:
-            answered.append(True)  # it refused, so it is there
-        except (OSError, ValueError):
-            pass
-
-    thread = threading.Thread(target=ask, daemon=True)  # a name that does not resolve can take longer than its timeout
-    thread.start()
-    thread.join(TIMEOUT_S + 1)
-    return bool(answered)

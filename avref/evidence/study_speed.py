@@ -25,7 +25,8 @@ FRONTIER = 5 / 7  # of the concurrencies, as in the article
 TIE = 0.03
 CLEAR = 1.01  # less than this is no difference: off the frontier is what another beats by more, in both
 STEPS = {1: 500, 4: 360, 16: 200, 32: 100, 64: 80}  # by requests: few requests finish few answers in a step
-ADAPTIVE, FULL, HEAD, ORACLE, PLAIN = "adaptive", "adaptive, always drafts K", "head", "oracle", "none"
+ADAPTIVE, PLAIN = "adaptive", "none"
+FULL, HEAD, ORACLE = (f"{name}, always drafts K" for name in (ADAPTIVE, "head", "oracle"))
 
 
 @dataclass(frozen=True, eq=False)
