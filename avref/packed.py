@@ -1,10 +1,11 @@
 """Packed variable-length forward: many requests, a different number of tokens each, no padding in linear layers.
 
 All tokens of a step lie behind one another in one sequence `[1, T]`. Every linear layer therefore works on exactly T
-rows. Only attention must know which request a token belongs to: it reads that from a `Layout`, writes the new keys
-and values into the request's row of a `KVCache`, and makes one call per layer for all requests, on a CPU sometimes two
-(queries and keys padded to rectangles; the padding is masked, never computed in a linear layer). Rollback of a rejected
-draft is a shorter length: stale keys lie beyond every later query's position until they are overwritten.
+rows (but for the head of small steps on a CPU, see `SLOW_HEAD_ROWS`). Only attention must know which request a token
+belongs to: it reads that from a `Layout`, writes the new keys and values into the request's row of a `KVCache`, and
+makes one call per layer for all requests, on a CPU sometimes two (queries and keys padded to rectangles; the padding is
+masked, never computed in a linear layer). Rollback of a rejected draft is a shorter length: stale keys lie beyond every
+later query's position until they are overwritten.
 
 The hook is transformers' `AttentionInterface`: an attention function registered by name. No mask function of that name
 is registered, so the model builds no mask of its own and `packed_attention` alone is responsible for causality;

@@ -58,8 +58,8 @@ def check_parity(model: Any) -> float:
     if not difference <= limit:
         raise RuntimeError(
             f"{name}: packed logits differ from the plain model's by {difference:.2g} of their spread (allowed "
-            f"{limit:g}). Its attention does something that the packed path does not know (as an encoder's, which looks "
-            "ahead); it cannot be used here"
+            f"{limit:g}). Its attention does something that the packed path does not know (as an encoder's, which "
+            "looks ahead); it cannot be used here"
         )
     return difference
 

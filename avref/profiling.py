@@ -119,6 +119,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         table.save(path)
+        print(f"avref: the cost table is kept as {path}", file=sys.stderr)
     except OSError as error:
         print(f"avref: the cost table could not be saved for next time: {error}", file=sys.stderr)
     return table
@@ -160,7 +161,7 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
         worst = max(spread, key=spread.__getitem__)
         print(
             f"avref: the machine was busy: with {worst} requests, steps took {spread[worst]:.2f} times their shortest "
-            "time; when it is quiet, measure again (python -m avref profile)",
+            "time; when it is quiet, delete the saved table, and it is measured again",
             file=sys.stderr,
         )
     table = CostTable.from_curves(draft_points, verify_points, max_requests=limit, max_tokens=limit * (depth + 1))

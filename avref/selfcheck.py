@@ -106,10 +106,7 @@ def _measured(row: Row) -> str:
 
 # ---- right ----
 def correctness(llm: LLM) -> Iterator[Row]:
-    """Packed logits against the plain model;
-
-    The two published counterexamples and the default rule by exact enumeration.
-    """
+    """Packed logits against the plain model; the published counterexamples and the lossless rules by enumeration."""
     yield Row(
         "packed logits against plain ones, largest difference over their spread",
         check_parity(llm.model),
