@@ -35,6 +35,8 @@ from avref.request import Request, fresh_uniforms, sampling_tensors
 from avref.stats import Stats, Stopwatch
 
 MAX_PREFILL_TOKENS = 4096  # longest packed prefill forward
+MOST_OWED = 32
+"""Steps without drafts after which the drafter is brought up to date at the latest; until then states are kept."""
 
 
 class Engine:
@@ -133,6 +135,7 @@ class Engine:
     # ---- prefill ----
     def prefill(self, entering: list[Request]) -> None:
         """One packed forward over the prompts of entering requests, and their first token."""
+        self._catch_up()  # so that running requests owe the drafter equally many steps
         device, first_row = self.target.device, len(self.running)
         prompts = [r.prompt_ids for r in entering]
         layout = Layout([0] * len(prompts), [len(p) for p in prompts], device, first_row)
@@ -163,6 +166,8 @@ class Engine:
         pending = torch.tensor([r.output_ids[-1] for r in requests], device=device)  # [R]
         # [R, 2K + 2]: K to draft with, K to accept with, one for the residual or bonus token
         uniforms = fresh_uniforms(requests, 2 * self.num_positions + 2, device)
+        if max(capacity) or len(requests[0].owed) >= MOST_OWED:
+            self._catch_up()
         self.watch.lap("other")
 
         decision = self._decision(capacity, temperature)
@@ -183,7 +188,10 @@ class Engine:
         tokens, accepted = self._accept(logits, proposal, admitted, uniforms, temperature, top_k, top_p)
         self.watch.lap("sample")
 
-        if self.drafter:
+        if proposal is None and self.depth is not None and hidden is not None:
+            for request, (token,), state in zip(requests, chunks, hidden, strict=True):
+                request.owed.append((token, state))
+        elif self.drafter:
             self.drafter.extend(layout, chunks, hidden, [n + 1 for n in accepted])
         graded_accepted, graded_verified = [], []
         for request, row, n, m in zip(requests, tokens, accepted, admitted, strict=True):
@@ -204,6 +212,21 @@ class Engine:
             self.stats.num_refits += bool(self.estimator.end_step())
         self._count(drafted, admitted, graded_accepted, graded_verified)
         self.step_count += 1
+
+    def _catch_up(self) -> None:
+        """Show the drafter what steps without drafts have left: one call for many steps costs little more than for one.
+
+        As long as not drafting is best, a drafter's upkeep in every step would be most of what speculation costs.
+        """
+        tokens = [[token for token, _ in r.owed] for r in self.running]
+        if self.drafter is None or not any(tokens):
+            return
+        counts = [len(own) for own in tokens]
+        starts = [r.num_cached - n for r, n in zip(self.running, counts, strict=True)]
+        states = torch.stack([state for r in self.running for _, state in r.owed])
+        self.drafter.extend(Layout(starts, counts, self.target.device), tokens, states, counts)
+        for request in self.running:
+            request.owed.clear()
 
     def _capacity(self, request: Request) -> int:
         """How many drafts are worth making for this request.

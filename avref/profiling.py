@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
 PARTS_FROM = 16  # requests
+OFTEN = 3  # times a round that steps with few drafts are timed: between them it is decided whether to draft at all
 Steps = dict[tuple[int, int], list[tuple[float, float, float]]]
 """Milliseconds of drafting, of the forward and of the rest of every timed step, by (depth drafted, drafts verified)."""
 RECORD = ("graded", "accepted")  # what an n-gram drafter learns from verdicts
@@ -104,7 +105,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
     setting |= {
         "depths": draft_depths(llm.engine.num_positions),
-        "steps": "uneven, in rectangles, parts, contexts; plain ones apart; lower quartile; head rows padded",
+        "steps": "uneven, in rectangles, parts, contexts; plain ones apart and often; lower quartile; head rows padded",
     }
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
@@ -194,7 +195,8 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
     fits = 0  # steps that the requests still have room for
     record = {name: vars(engine.drafter)[name].copy() for name in RECORD if name in vars(engine.drafter)}
     try:
-        for drafted, b in _rounds(kinds, order, repeats, lambda: _spread(steps) <= STEADY):
+        often = kinds + [kind for kind in kinds if kind[1] < num_requests] * (OFTEN - 1)
+        for drafted, b in _rounds(often, order, repeats, lambda: _spread(steps) <= STEADY):
             if fits == 0:
                 fits = _refill(engine, llm, num_requests, depth, context)
             engine.override, engine.fixed_depth = _uneven(b, depth, num_requests), drafted

@@ -23,6 +23,8 @@ class Request:
     generator: torch.Generator
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    # newest tokens, with the target's states there [n D], that the drafter has not been shown yet
+    owed: list[tuple[int, Tensor]] = field(default_factory=list)
 
     @property
     def num_cached(self) -> int:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_dspark
+import test_eagle_mtp
 import test_lossless_end_to_end as lossless
 import tiny
 import torch
 
-from avref import profiling
+from avref import engine, profiling
 from avref.config import SamplingParams
 from avref.cost_table import CostTable
 from avref.depth import EXACT, EXPLORE_EVERY, EXPLORE_IDLE, EXPLORE_SHARE, DraftDepth, draft_ms
@@ -211,6 +213,52 @@ def test_probe_steps_and_fixed_settings(rule: str) -> None:
         depths = by_step(llm)
         llm.generate([[5]], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
         assert min(depths[:-4]) >= (4 if "budget_rule" in settings else 1)
+
+
+# What a drafter is not shown while nothing is drafted
+
+
+def trained(method: str, target: Any) -> Any:
+    if method == "dflash":
+        return tiny.dflash(target, 4)
+    if method == "dspark":
+        return test_dspark.trained(target, torch.arange(tiny.VOCAB))
+    return test_eagle_mtp.model_of(method, target, torch.arange(tiny.VOCAB))
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "eagle", "mtp"])
+def test_a_drafter_that_catches_up_drafts_as_if_shown_every_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps draft nothing; requests of different lengths enter and leave meanwhile."""
+    target = tiny.sharpen(tiny.llama(num_hidden_layers=2), 1.5).requires_grad_(False)
+    monkeypatch.setattr(DraftDepth, "choose", lambda self, step, r, deepest, costs: min(deepest, 3 * (step % 7 == 6)))
+    found: dict[int, Any] = {}
+    for most in (0, 3, 32):
+        monkeypatch.setattr(engine, "MOST_OWED", most)
+        llm = make(target, trained(method, target), tiny.flat_costs(), method=method, probe_interval=0)
+        shown, proposed = [0], []
+        extend, propose = llm.engine.drafter.extend, llm.engine.drafter.propose
+
+        def counted(*given: Any, extend: Any = extend, shown: Any = shown) -> None:
+            shown[0] += 1
+            extend(*given)
+
+        def kept(*given: Any, propose: Any = propose, proposed: Any = proposed, **more: Any) -> Any:
+            proposal = propose(*given, **more)
+            proposed.append(proposal.logits.clone())
+            return proposal
+
+        monkeypatch.setattr(llm.engine.drafter, "extend", counted)
+        monkeypatch.setattr(llm.engine.drafter, "propose", kept)
+        lengths = (5, 30, 11, 24, 17, 40, 9)
+        params = [SamplingParams(max_tokens=n, seed=n, ignore_eos=True) for n in lengths]
+        out = llm.generate([[3 + n % 5, 4, n] for n in lengths], params)
+        assert not any(r.owed for r in llm.engine.running)
+        found[most] = [o.outputs[0].token_ids for o in out], proposed, shown[0], llm.stats.num_steps
+    assert found[0][0] == found[3][0] == found[32][0] and len(found[0][1]) > 5
+    for most in (3, 32):
+        for a, b in zip(found[0][1], found[most][1], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert found[32][2] < found[3][2] < found[0][2] <= found[0][3] + len(lengths)
 
 
 # The emitted law, with depths that vary

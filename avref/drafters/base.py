@@ -68,7 +68,7 @@ class Drafter(Protocol):
     def extend(
         self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
     ) -> None:
-        """The target has processed each running request's chunk.
+        """The target has processed each running request's chunk, or several chunks of one token in a row.
 
         The first `kept[r]` tokens of chunk r are final, the rest were rejected.
         """

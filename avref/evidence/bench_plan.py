@@ -98,11 +98,11 @@ class Unit:
     def count(self) -> int:
         """Requests of the run: beside Hugging Face all at once, else more, which enter when others leave.
 
-        At least 16 more, or luck decides: with a few hundred drafts the share accepted is known to .04 or so.
+        At least 8 more, or luck decides: with a few hundred drafts the share accepted is known to .04 or so.
         """
         if self.block == "outside":
             return max(6, self.concurrency)
-        return self.concurrency + max(16, self.concurrency // 2)
+        return self.concurrency + max(8, self.concurrency // 2)
 
     def seconds(self, max_tokens: int) -> float:
         """The first guess at its time."""
