@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--blocks", nargs="+", default=names, metavar="BLOCK", help="some of " + ", ".join(names))
     add("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
     add("--repeats", type=int, default=3)
-    add("--max-tokens", type=int, default=48, help="tokens per request")
+    add("--max-tokens", type=int, default=32, help="tokens per request")
     add("--minutes", type=float, help="start no run that would go beyond them")
     add("--prompts", help="a file (.txt, .jsonl, .json), or humaneval, gsm8k, mt_bench, speed_bench")
     add("--max-model-len", type=int, default=512, help="tokens of a prompt and its answer")

@@ -86,11 +86,11 @@ def test_arms_take_turns_within_a_repeat_and_trials_come_first():
 def test_the_estimate_of_the_default_plan_is_about_an_hour():
     everything = plan(concurrency=(1, 2, 4, 8, 16, 32, 64))
     five = Plan("dflash", everything.drafters, everything.depths, tuple("abcde"), everything.concurrency)
-    minutes = five.seconds([], 48) / 60
+    minutes = five.seconds([], 32) / 60
     assert 40 < minutes < 75
     keys = [u.key for u in every_unit(five)]
-    assert five.seconds(keys, 48) == 0.0
-    assert five.seconds(keys[: len(keys) // 2], 48) / 60 < minutes
+    assert five.seconds(keys, 32) == 0.0
+    assert five.seconds(keys[: len(keys) // 2], 32) / 60 < minutes
 
 
 # ---- the numbers ----

@@ -162,7 +162,7 @@ def bench(
     blocks: Sequence[str] = BLOCKS,
     concurrency: Sequence[int] = CONCURRENCY,
     repeats: int = 3,
-    max_tokens: int = 48,
+    max_tokens: int = 32,
     minutes: float | None = None,
     prompts: str | Path | None = None,
     drafters: Mapping[str, Any] | None = None,
