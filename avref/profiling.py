@@ -2,8 +2,8 @@
 
 Every batch size (powers of two) is measured with every number of verified drafts, drafting at a few depths, and without
 any drafting. Each step runs the engine that serves (drafting, forward, sampling, acceptance, bookkeeping) with depth
-and number of admitted drafts forced; sizes in shuffled order, and of the repeats the lower quartile: what disturbs a
-step only makes it longer. What drafts cost beyond drafting them, above all the features, is counted with the drafting:
+and number of admitted drafts forced, in rounds of shuffled order, whose drift is taken out (`_levels`). What drafts
+cost beyond drafting them, above all the features, is counted with the drafting:
 
     extra(d)       = rest(d, 0) - rest(0, 0)         rest: sampling and bookkeeping of a step of depth d, B verified
     draft_ms(d)    = drafting(d) + extra(d)
@@ -23,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,9 +43,10 @@ if TYPE_CHECKING:
 CONTEXT, REPEATS = 128, 3
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
 PARTS_FROM = 16  # requests
-OFTEN = 3  # times a round that steps with few drafts are timed: between them it is decided whether to draft at all
-Steps = dict[tuple[int, int], list[tuple[float, float, float]]]
-"""Milliseconds of drafting, of the forward and of the rest of every timed step, by (depth drafted, drafts verified)."""
+OFTEN = 2  # times a round that steps with few drafts are timed: between them it is decided whether to draft at all
+Kind = tuple[int, int]  # a step's (depth drafted, drafts verified)
+Steps = dict[Kind, list[tuple[int, float, float, float]]]
+"""Round, and milliseconds of drafting, of the forward and of the rest, of every timed step by its kind."""
 RECORD = ("graded", "accepted")  # what an n-gram drafter learns from verdicts
 STEADY, LONGEST_S = 1.3, 20.0  # mean over shortest time of a step; above it (a busy machine) they go on so long
 
@@ -105,7 +106,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
     setting |= {
         "depths": draft_depths(llm.engine.num_positions),
-        "steps": "uneven, in rectangles, parts, contexts; plain ones apart and often; lower quartile; head rows padded",
+        "steps": "uneven, parts, contexts; plain ones apart and often; drift taken out; head rows padded",
     }
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
@@ -135,8 +136,8 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     """Measure draft and verify milliseconds of a step at `context` cached tokens per request, half to one and a half.
 
     R goes in powers of two up to `max_num_seqs`, with `verified_counts` drafts verified, and 1, K/2 and K positions
-    drafted; each point is the lower quartile of at least `repeats` rounds, more where steps are short
-    or their times differ: a wrong order of neighbouring points is what spoils decisions at small batches. Says so on
+    drafted; there are at least `repeats` rounds, more where steps are short or their times differ: a wrong order of
+    neighbouring points is what spoils decisions at small batches. Says so on
     stderr when the machine was too busy for that. Raises ValueError when the LLM has no drafter.
     """
     if llm.config is None or llm.engine.drafter is None:
@@ -195,7 +196,8 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
     fits = 0  # steps that the requests still have room for
     record = {name: vars(engine.drafter)[name].copy() for name in RECORD if name in vars(engine.drafter)}
     try:
-        often = kinds + [kind for kind in kinds if kind[1] < num_requests] * (OFTEN - 1)
+        few = [kind for kind in kinds if kind in ((0, 0), (1, 0)) or 0 < kind[1] <= num_requests]
+        often, num_steps = kinds + few * (OFTEN - 1), itertools.count()
         for drafted, b in _rounds(often, order, repeats, lambda: _spread(steps) <= STEADY):
             if fits == 0:
                 fits = _refill(engine, llm, num_requests, depth, context)
@@ -205,22 +207,26 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
             after = engine.watch.read()
             fits -= 1
             step = {name: after[name] - before[name] for name in after}
-            steps[drafted, b].append((step["draft"], step["verify"], step["sample"] + step["other"]))
+            laps = step["draft"], step["verify"], step["sample"] + step["other"]
+            steps[drafted, b].append((next(num_steps) // len(often), *laps))
     finally:
         engine.abort()  # the caches are the LLM's
         vars(engine.drafter).update(record)  # and what an n-gram drafter counts
     # the first round warms allocators and caches up; where steps take long, it is one of the few that count
-    return {kind: laps[len(laps) > repeats :] for kind, laps in steps.items()}
+    first = int(next(num_steps) > repeats * len(often))
+    return {kind: [laps for laps in own if laps[0] >= first] for kind, own in steps.items()}
 
 
 def _points(steps: Steps, depth: int) -> tuple[dict[int, float], dict[int, float]]:
     """draft_ms by depth and verify_ms by number of verified drafts, as the module says."""
-    rest = {d: _quartile([laps[2] for laps in steps[d, 0]]) for d in (0, *draft_depths(depth))}
+    depths = draft_depths(depth)
+    rest = _levels({d: [(laps[0], laps[3]) for laps in steps[d, 0]] for d in (0, *depths)})
     extra = {d: max(0.0, ms - rest[0]) for d, ms in rest.items()}
-    whole = {kind: _quartile([sum(laps[1:]) for laps in own]) for kind, own in steps.items()}
-    drafting = {d: _quartile([laps[0] for kind, own in steps.items() if kind[0] == d for laps in own]) for d in rest}
+    whole = _levels({kind: [(laps[0], sum(laps[2:])) for laps in own] for kind, own in steps.items()})
+    by_depth = {d: [laps for kind, own in steps.items() if kind[0] == d for laps in own] for d in depths}
+    drafting = _levels({d: [laps[:2] for laps in own] for d, own in by_depth.items()})
     verify = {b: max(0.0, ms - extra[depth]) for (d, b), ms in whole.items() if d == depth and b}
-    return {d: drafting[d] + extra[d] for d in rest if d}, {0: whole[0, 0], **verify}
+    return {d: drafting[d] + extra[d] for d in depths}, {0: whole[0, 0], **verify}
 
 
 def _rounds(
@@ -238,13 +244,25 @@ def _rounds(
         yield from order.sample(kinds, len(kinds))
 
 
-def _quartile(milliseconds: Sequence[float]) -> float:
-    return float(np.quantile(milliseconds, 0.25))
+def _levels(times: Mapping[Any, Sequence[tuple[int, float]]]) -> dict[Any, float]:
+    """Typical milliseconds of every kind of step, from the round and the milliseconds of each time it ran.
+
+    The machine's speed drifts, for all kinds of a round alike: log t = kind + round, fitted by medians in turn (Tukey's
+    median polish, 1977). The level given is that of a fast round, the lower quartile.
+    """
+    rounds = sorted({i for own in times.values() for i, _ in own})
+    by_round = [[[ms for n, ms in own if n == i] for own in times.values()] for i in rounds]
+    logs = np.log(np.maximum([[np.median(ms) for ms in row] for row in by_round], 1e-6))  # [rounds, kinds]
+    kinds = np.median(logs, axis=0)
+    for _ in range(8):
+        drift = np.median(logs - kinds, axis=1)
+        kinds = np.median(logs - drift[:, None], axis=0)
+    return dict(zip(times, np.exp(kinds + np.quantile(drift, 0.25)).tolist(), strict=True))
 
 
 def _spread(steps: Steps) -> float:
     """How much longer than its shortest a step takes on average: the median over kinds of steps of mean / minimum."""
-    times = [[sum(laps[1:]) for laps in own] for own in steps.values()]
+    times = [[sum(laps[2:]) for laps in own] for own in steps.values()]
     return statistics.median(statistics.mean(ms) / min(ms) for ms in times)
 
 
