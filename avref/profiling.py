@@ -40,7 +40,7 @@ from avref.estimator import OnlineAcceptanceEstimator
 if TYPE_CHECKING:
     from avref.llm import LLM
 
-CONTEXT, REPEATS = 128, 3
+CONTEXT, REPEATS = 128, 5
 MOST_REPEATS, ENOUGH_S = 12, 5.0  # small batches, whose steps are short, are timed more often: about so many seconds
 PARTS_FROM = 16  # requests
 OFTEN = 2  # times a round that steps with few drafts are timed: between them it is decided whether to draft at all
