@@ -53,9 +53,10 @@ def _draw_slopes(axes: Axes, histories: Sequence[DampingHistory]) -> None:
 
 def _draw_intercepts(axes: Axes, histories: Sequence[DampingHistory], positions: Sequence[int]) -> None:
     truth = histories[0].true_intercepts[:, list(positions)].numpy()  # [steps, positions]
+    steps = range(0, len(truth), 10)  # a dashed line through every step takes a quarter of the drawing time
     for column, position in enumerate(positions):
         alpha = 1.0 - 0.6 * column / len(positions)  # deeper positions are paler
-        axes.plot(truth[:, column], alpha=alpha, **TRUTH)
+        axes.plot(steps, truth[steps, column], alpha=alpha, **TRUTH)
         for history in histories:
             _draw_rounds(axes, history, history.intercepts[:, position], alpha=alpha)
         axes.annotate(
