@@ -15,6 +15,8 @@ drafts is the mean of KL(c* || c), c* the true probability, in nats per draft.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -81,6 +83,18 @@ def make_traffic(
     return Traffic(features, accept.long().cumprod(dim=-1).sum(dim=-1), log_odds, intercepts)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch works on one thread: on arrays this small two only wait for each other, long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def simulate_damping(
     *,
     damping: float = 50.0,
