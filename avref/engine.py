@@ -135,7 +135,7 @@ class Engine:
     # ---- prefill ----
     def prefill(self, entering: list[Request]) -> None:
         """One packed forward over the prompts of entering requests, and their first token."""
-        self._catch_up()  # so that running requests owe the drafter equally many steps
+        self._catch_up()  # who enters owes the drafter nothing, and all rows must owe equally many steps
         device, first_row = self.target.device, len(self.running)
         prompts = [r.prompt_ids for r in entering]
         layout = Layout([0] * len(prompts), [len(p) for p in prompts], device, first_row)

@@ -59,8 +59,8 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 def verified_counts(num_requests: int, depth: int) -> list[int]:
     """Drafts verified in all at which a step is timed: none, 1, 2, 3, 5, ... each, and where many run a part of one.
 
-    With many requests a pruned step mostly lies between none and one each, and there the cost need not be a line. (Not
-    with few: a CPU's matrix library is slower with 9 to 15 rows than with 16, and a table never falls.)
+    With many requests a pruned step mostly lies between none and one each, and there the cost need not be a line. (With
+    few, what lies between is less than the noise of timing it.)
     """
     each = {k for k in range(depth + 1) if k in (1, 2, 3, 5, 7, depth) or num_requests <= 2 or k % 4 == 3}
     parts = {num_requests // 4, num_requests // 2} if num_requests >= PARTS_FROM else set()
@@ -137,8 +137,8 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
 
     R goes in powers of two up to `max_num_seqs`, with `verified_counts` drafts verified, and 1, K/2 and K positions
     drafted; there are at least `repeats` rounds, more where steps are short or their times differ: a wrong order of
-    neighbouring points is what spoils decisions at small batches. Says so on
-    stderr when the machine was too busy for that. Raises ValueError when the LLM has no drafter.
+    neighbouring points is what spoils decisions at small batches. Says so on stderr when the machine was too busy for
+    that. Raises ValueError when the LLM has no drafter.
     """
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
