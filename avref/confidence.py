@@ -57,7 +57,14 @@ def resolve(config: SpeculativeConfig, drafter: Drafter | None) -> str:
         )
     if source != "estimator":
         config.refuse_unread(ESTIMATOR_KEYS, f"confidence={source!r} for method {config.method!r}")
+    if config.probe_interval and not _learns(source, drafter):  # 0 asks for what happens anyway
+        config.refuse_unread(("probe_interval",), f"confidence={source!r}, which learns from no verdict")
     return source
+
+
+def _learns(source: str, drafter: Drafter | None) -> bool:
+    """Whether verdicts sharpen this confidence: the estimator's, and an n-gram drafter's record."""
+    return source == "estimator" or not getattr(drafter, "has_logits", True)
 
 
 class Confidence:
@@ -74,7 +81,7 @@ class Confidence:
         self.num_positions = config.num_speculative_tokens
         self.feature, self.estimator = FEATURES[config.feature], estimator
         self.threshold = DEFAULT_THRESHOLDS.get(self.source) if config.threshold is None else config.threshold
-        self.learns = self.source == "estimator" or not getattr(drafter, "has_logits", True)
+        self.learns = _learns(self.source, drafter)
 
     @property
     def stops(self) -> bool:

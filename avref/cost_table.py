@@ -37,10 +37,10 @@ class CostTable:
     """Milliseconds of a decode step, draft plus verification, for every batch shape up to the table's ends.
 
     draft_ms [R_max+1, K+1] by requests and depth drafted, or [R_max+1] by requests at the one depth profiled, >= 0.
-    verify_ms [T_max+1] by packed tokens, or [R_max+1, T_max+1] by requests and tokens, > 0. Both float64; entries at
-    index 0 are never looked up. A row of a two-dimensional verify_ms may end in NaN: sizes out of reach of what was
-    profiled. metadata describes the machine (device, dtype, context length, versions) and must fit into JSON.
-    Raises ValueError for other shapes, for infinite or negative entries, and for lookups outside the table.
+    verify_ms [T_max+1] by packed tokens, or [R_max+1, T_max+1] by requests and tokens, > 0. Both float64; entries for
+    0 requests or 0 tokens are never looked up. A row of a two-dimensional verify_ms may end in NaN: sizes out of reach
+    of what was profiled. metadata describes the machine (device, dtype, context length, versions) and must fit into
+    JSON. Raises ValueError for other shapes, for infinite or negative entries, and for lookups outside the table.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ class Engine:
 
     @property
     def profile(self) -> SurvivalProfile | None:
-        """Survivals by rank of past steps that were drafted in full."""
-        return self.budget.profiles[self.num_positions] if self.budget else None
+        """Survivals by rank of past steps meant to draft all K positions; None before the first."""
+        return self.budget.profiles.get(self.num_positions) if self.budget else None
 
     # ---- requests in and out ----
     def add(self, request: Request) -> None:
@@ -135,7 +135,6 @@ class Engine:
     # ---- prefill ----
     def prefill(self, entering: list[Request]) -> None:
         """One packed forward over the prompts of entering requests, and their first token."""
-        self._catch_up()  # who enters owes the drafter nothing, and all rows must owe equally many steps
         device, first_row = self.target.device, len(self.running)
         prompts = [r.prompt_ids for r in entering]
         layout = Layout([0] * len(prompts), [len(p) for p in prompts], device, first_row)
@@ -166,7 +165,7 @@ class Engine:
         pending = torch.tensor([r.output_ids[-1] for r in requests], device=device)  # [R]
         # [R, 2K + 2]: K to draft with, K to accept with, one for the residual or bonus token
         uniforms = fresh_uniforms(requests, 2 * self.num_positions + 2, device)
-        if max(capacity) or len(requests[0].owed) >= MOST_OWED:
+        if max(capacity) or max(len(r.owed) for r in requests) >= MOST_OWED:
             self._catch_up()
         self.watch.lap("other")
 
@@ -218,13 +217,16 @@ class Engine:
 
         As long as not drafting is best, a drafter's upkeep in every step would be most of what speculation costs.
         """
-        tokens = [[token for token, _ in r.owed] for r in self.running]
-        if self.drafter is None or not any(tokens):
+        owed = [list(r.owed) for r in self.running]
+        if self.drafter is None or not any(owed):
             return
-        counts = [len(own) for own in tokens]
-        starts = [r.num_cached - n for r, n in zip(self.running, counts, strict=True)]
-        states = torch.stack([state for r in self.running for _, state in r.owed])
-        self.drafter.extend(Layout(starts, counts, self.target.device), tokens, states, counts)
+        final = [len(own) for own in owed]
+        starts = [r.num_cached - n for r, n in zip(self.running, final, strict=True)]
+        nothing = 0, torch.zeros_like(next(state for own in owed for _, state in own))
+        owed = [own or [nothing] for own in owed]  # a row that owes nothing is shown a token that it does not keep
+        tokens = [[token for token, _ in own] for own in owed]
+        states = torch.stack([state for own in owed for _, state in own])
+        self.drafter.extend(Layout(starts, [len(own) for own in owed], self.target.device), tokens, states, final)
         for request in self.running:
             request.owed.clear()
 

@@ -231,9 +231,15 @@ class OnlineAcceptanceEstimator:
         for name, lowest in _STATE.items():
             old = getattr(self, name)
             shape = tuple(old.shape) if isinstance(old, Tensor) else ()
-            if torch.as_tensor(state[name]).shape != shape:
-                raise ValueError(f"{name} has shape {list(torch.as_tensor(state[name]).shape)}; expected {list(shape)}")
+            try:
+                found = tuple(torch.as_tensor(state[name]).shape)
+            except (TypeError, ValueError, RuntimeError) as error:  # None, a text, rows of unequal length
+                raise ValueError(f"{name} is {state[name]!r}; expected numbers of shape {list(shape)}") from error
+            if found != shape:
+                raise ValueError(f"{name} has shape {list(found)}; expected {list(shape)}")
             value = self._checked(name, state[name], shape, lowest=lowest)
+            if not isinstance(old, Tensor) and value != value.round():
+                raise ValueError(f"{name} is {state[name]!r}; expected a whole number")
             new[name] = value if isinstance(old, Tensor) else int(value)
         vars(self).update(new)
 

@@ -20,7 +20,7 @@ def check_break_even(least_survival: Callable[[float, float, float], Any]) -> bo
         answer = least_survival(tokens, ms, extra_ms)
         if answer is None:
             return _say("not written yet: return a probability")
-        if abs(float(answer) - right) > 1e-9:
+        if not abs(float(answer) - right) <= 1e-9:
             before, after = tokens / ms, (tokens + float(answer)) / (ms + extra_ms)
             return _say(
                 f"{tokens:g} tokens in {ms:g} ms, one more draft for {extra_ms:g} ms: with a survival of "
@@ -38,7 +38,7 @@ def check_expected_tokens(expected_tokens: Callable[..., Any]) -> bool:
         if answer is None:
             return _say("not written yet: return a number of tokens")
         right = sum(_mean_emitted(row, n) for row, n in zip(confidence.tolist(), admitted, strict=True))
-        if abs(float(answer) - right) > 1e-6:
+        if not abs(float(answer) - right) <= 1e-6:
             return _say(f"admitted {admitted}: you say {float(answer):.4f}, listing all verdicts gives {right:.4f}")
     return _say("right: one token per request, and the survivals of the drafts that are verified", True)
 
@@ -59,6 +59,7 @@ def check_growth(grow: Callable[..., Any]) -> bool:
         ([0.9, 0.1], 1, [1.0, 1.1, 2.0]),
         ([0.1, 0.1], 2, [1.0, 1.5, 2.0]),
         ([0.9, 0.9, 0.9], 1, [1.0, 1.1, 1.2, 1.3]),
+        ([0.5, 0.5], 1, [2.0, 3.0, 3.0]),  # a tie is no improvement
         ([0.5, 0.45, 0.42], 1, [1.0, 1.55, 1.6, 1.6]),  # a staircase: the best is 3, behind a step that does not pay
     ]
     cases += [(rng.random(6).tolist(), 2, (1 + rng.random(7).cumsum()).tolist()) for _ in range(5)]
@@ -97,29 +98,29 @@ def check_arrowhead(solve: Callable[..., Any]) -> bool:
         hessian = np.diag(np.concatenate(([a.sum()], h))) + 1e-3 * np.eye(num_positions + 1)
         hessian[0, 1:] = hessian[1:, 0] = b
         right = np.linalg.solve(hessian, np.concatenate(([g0.sum()], g1)))
-        if abs(float(slope_step) - right[0]) > 1e-8:
+        if not abs(float(slope_step) - right[0]) <= 1e-8:
             return _say(
                 f"K = {num_positions}: the slope step is {float(slope_step):.6f}, a dense solve gives {right[0]:.6f}"
             )
         if intercept_steps.shape != (num_positions,):
             return _say(f"K = {num_positions}: the intercept steps have shape {list(intercept_steps.shape)}")
         worst = np.abs(intercept_steps.numpy() - right[1:]).max()
-        if worst > 1e-8:
+        if not worst <= 1e-8:
             return _say(f"K = {num_positions}: the slope step is right, an intercept step is off by {worst:.2g}")
     return _say("right: the closed form equals the dense solve", True)
 
 
 def check_graded(graded: Callable[..., Any]) -> bool:
     """03_irls, exercise 2: `graded(num_accepted, num_verified, num_positions)` -> bool [R, K], every case of K = 3."""
-    for verified in range(4):
-        for accepted in range(verified + 1):
-            mask = graded(torch.tensor([accepted]), torch.tensor([verified]), 3)
-            if mask is None:
-                return _say("not written yet: return a mask of shape [R, K]")
-            found = torch.as_tensor(mask).bool().tolist()
-            right = [[k < verified and k <= accepted for k in range(3)]]
-            if found != right:
-                return _say(f"{accepted} accepted of {verified} verified: you say {found}, graded are {right}")
+    cases = [([accepted], [verified], 3) for verified in range(4) for accepted in range(verified + 1)]
+    for accepted, verified, width in (*cases, ([0, 2, 1, 3, 0], [0, 2, 4, 3, 1], 4)):
+        mask = graded(torch.tensor(accepted), torch.tensor(verified), width)
+        if mask is None:
+            return _say("not written yet: return a mask of shape [R, K]")
+        found = torch.as_tensor(mask).bool().tolist()
+        right = [[k < v and k <= a for k in range(width)] for a, v in zip(accepted, verified, strict=True)]
+        if found != right:
+            return _say(f"{accepted} accepted of {verified} verified: you say {found}, graded are {right}")
     return _say("right: accepted drafts and the first rejection, nothing else", True)
 
 
@@ -129,7 +130,7 @@ def check_evidence(drafts_for: Callable[[float, float], Any]) -> bool:
         answer = drafts_for(share, damping)
         if answer is None:
             return _say("not written yet: return a number of drafts")
-        if abs(float(answer) - right) > 1e-6 * right:
+        if not abs(float(answer) - right) <= 1e-6 * right:
             return _say(
                 f"share {share}, constant {damping}: you say {float(answer):g}, but n / (n + C) reaches it at {right}"
             )

@@ -24,7 +24,7 @@ def check_turning_point(turning_point: Callable[[float, float, float], Any]) -> 
         answer = turning_point(flops, bandwidth, size)
         if answer is None:
             return _say("not written yet: return a number of tokens")
-        if abs(float(answer) - right) > 1e-4 * right:
+        if not abs(float(answer) - right) <= 1e-4 * right:
             return _say(
                 f"{flops / 1e12:g} TFLOP/s, {bandwidth / 1e9:g} GB/s, {size:g} bytes per parameter: you say "
                 f"{float(answer):.4g} tokens, but with {right:.4g} reading and arithmetic take equally long"
@@ -33,23 +33,23 @@ def check_turning_point(turning_point: Callable[[float, float, float], Any]) -> 
 
 
 def check_predicted_tail(predict: Callable[..., Any]) -> bool:
-    """Exercise 2: `predict(profile, admitted, s)` -> survivals of the ranks from `admitted` on, as lookahead sees them.
+    """Exercise 2: `predict(profile, admitted, s)` -> survivals behind the next one, as lookahead predicts them.
 
-    t_j = min(s, m_j min(s / m_{B+1}, 4)), B = admitted, s the next live survival, m the profile.
+    t_j = min(s, m_j min(s / m_{B+1}, 4)) for j > B + 1, B = admitted, s the next live survival, m the profile.
     """
-    profile = np.array([0.95, 0.8, 0.6, 0.4, 0.1])
+    profile = np.array([0.95, 0.8, 0.6, 0.15, 0.1])
     for admitted, s, what in (
         (0, 0.95, "a step like the past ones"),
         (1, 0.4, "less certain than usual: all behind it shrinks too"),
-        (3, 0.6, "more certain than usual"),
-        (4, 0.9, "far more certain than usual: at most four times the mean"),
+        (2, 0.7, "more certain than usual"),
+        (3, 0.7, "far more certain than usual: at most four times the mean"),
     ):
         answer = predict(profile.copy(), admitted, s)
         if answer is None:
             return _say("not written yet: return the predicted survivals")
         found = np.asarray(answer, dtype=float)
-        right = np.minimum(s, profile[admitted:] * min(s / profile[admitted], MAX_SCALE))
-        if found.shape != right.shape or np.abs(found - right).max() > 1e-9:
+        right = np.minimum(s, profile[admitted + 1 :] * min(s / profile[admitted], MAX_SCALE))
+        if found.shape != right.shape or not np.abs(found - right).max() <= 1e-9:
             return _say(
                 f"{admitted} admitted, next survival {s:g} ({what}): you say {found.round(3).tolist()}, expected are "
                 f"{right.round(3).tolist()}"

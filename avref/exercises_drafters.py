@@ -56,7 +56,7 @@ def check_pooled(pooled: Callable[..., Any]) -> bool:
             np.asarray(answer, dtype=float),
             [float((a**k).sum() / (a ** (k - 1)).sum()) for k in (1, 2, 3, 4)],
         )
-        if found.shape != (4,) or np.abs(found - right).max() > 1e-9:
+        if found.shape != (4,) or not np.abs(found - right).max() <= 1e-9:
             return _say(
                 f"requests that accept {rates}: you say {found.round(3).tolist()}, but the blocks that get to position "
                 f"k are a different mixture each time: {np.round(right, 3).tolist()}"
@@ -81,7 +81,7 @@ def check_second_overlap(second_overlap: Callable[..., Any]) -> bool:
         if answer is None:
             return _say("not written yet: return a probability")
         right = float(np.minimum(joint, np.outer(joint.sum(1), joint.sum(0))).sum())
-        if abs(float(answer) - right) > 1e-9:
+        if not abs(float(answer) - right) <= 1e-9:
             return _say(
                 f"{name}: you say {float(answer):.4g}, but accepted drafts have mass {right:.4g}: sum the overlap of "
                 "p(y | x) with the marginal of y over the first tokens x, each with its own probability"

@@ -19,7 +19,7 @@ def check_break_even(break_even: Callable[[float, float, float], Any]) -> bool:
         if answer is None:
             return _say("not written yet: return a number of tokens")
         right = (draft + verify) / plain
-        if abs(float(answer) - right) > 1e-9:
+        if not abs(float(answer) - right) <= 1e-9:
             return _say(
                 f"drafting {draft:g} ms, verifying {verify:g} ms, a plain step {plain:g} ms: you say "
                 f"{float(answer):.4g} tokens, but the step is {right:.4g} times as long as a plain one"

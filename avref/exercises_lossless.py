@@ -35,7 +35,7 @@ def check_emitted(emitted: Callable[..., Any]) -> bool:
         found = np.asarray(answer, dtype=float)
         if found.shape != (3,):
             return _say(f"the law of three tokens has three entries, you return shape {list(found.shape)}")
-        if np.abs(found - right).max() > 1e-9:
+        if not np.abs(found - right).max() <= 1e-9:
             setting = f"p {_short(p)}, q {_short(q)}, verified {verified}"
             return _say(f"{setting}: you say {_short(found)}, listing every outcome gives {_short(right)}")
     return _say("right: accepted drafts, replacements of the rejected ones, and draws from p for the trimmed", True)
@@ -82,6 +82,6 @@ def check_scaling(samples: Callable[[float, float, float], Any]) -> bool:
         answer = samples(n, leak, smaller)
         if answer is None:
             return _say("not written yet: return a number of samples")
-        if abs(float(answer) - right) > 1e-6 * right:
+        if not abs(float(answer) - right) <= 1e-6 * right:
             return _say(f"{n} samples show {leak}: for {smaller} you say {float(answer):,.0f}, it takes {right:,}")
     return _say("right: samples grow with the square, so a leak of a hundredth takes ten thousand times as many", True)

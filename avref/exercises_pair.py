@@ -24,7 +24,7 @@ def check_accepted_needed(needed: Callable[[float, float, float], Any]) -> bool:
         if answer is None:
             return _say("not written yet: return a number of drafts")
         plain, rate = 1 / plain_ms, (1 + float(answer)) / (draft_ms + verify_ms)
-        if abs(rate / plain - 1) > 1e-9:
+        if not abs(rate / plain - 1) <= 1e-9:
             return _say(
                 f"{plain_ms:g} ms without drafts, {draft_ms:g} + {verify_ms:g} ms with: with {float(answer):.4g} "
                 f"accepted a request gets {rate:.4f} tokens per ms, without drafts {plain:.4f}; they should be equal"
@@ -47,7 +47,7 @@ def check_came_from_a_draft(share: Callable[[float, float], Any]) -> bool:
             answer, right = share(float(p[y]), float(q[y])), accepted[y] / emitted[y]
             if answer is None:
                 return _say("not written yet: return a probability")
-            if abs(float(answer) - right) > 1e-9:
+            if not abs(float(answer) - right) <= 1e-9:
                 return _say(
                     f"p(y) = {p[y]:.3f}, q(y) = {q[y]:.3f}: you say {float(answer):.3f}, listing all drafts and "
                     f"verdicts gives {right:.3f}"
@@ -76,10 +76,13 @@ def check_clashes(clashes: Callable[[dict[str, int], dict[str, int]], Any]) -> b
 
 def check_for_vllm(for_vllm: Callable[[dict[str, Any]], Any]) -> bool:
     """Exercise 4: `for_vllm(config)` -> text behind `vllm serve MODEL`, read back as a shell and a JSON parser do."""
-    config = {"method": "draft_model", "model": "my model's folder", "num_speculative_tokens": 4}
-    config |= {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
-    for ours in ({}, {"budget_rule": "stale", "probe_interval": 0}, {"estimator": {"step": "newton"}}):
-        answer = for_vllm({**config, **ours})
+    full: dict[str, Any] = {"method": "draft_model", "model": "my model's folder", "num_speculative_tokens": 4}
+    full |= {"draft_sample_method": "probabilistic", "enable_adaptive_verification": True}
+    short: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+    stale, newton = {"budget_rule": "stale", "probe_interval": 0}, {"estimator": {"step": "newton"}}
+    cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ((full, {}), (full, stale), (full, newton), (short, {}))
+    for config, more in cases:
+        answer = for_vllm({**config, **more})
         if answer is None:
             return _say("not written yet: return the text of the flag and its value")
         try:

@@ -34,7 +34,7 @@ def check_crossing(crossing: Callable[[float, float], Any]) -> bool:
         if not abs(slope * f + intercept - f) < 1e-9:
             c, q = (1 / (1 + np.exp(-z)) for z in (slope * f + intercept, f))
             return _say(f"slope {slope}, intercept {intercept}: at your feature {f:.3f} max q is {q:.3f} and c {c:.3f}")
-    return _say("right: below it the estimator trusts the drafter more than the drafter does, above it less", True)
+    return _say("right: with a slope below 1 the estimator says more than max q below it, and less above it", True)
 
 
 def check_intercept(intercept: Callable[..., Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from avref.parity import check_parity
 from avref.stats import Stats
 
 DEFAULT_LEN, MOST_SEQS = 1024, 2**16
+_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class LLM:
         `sampling_params` is one `SamplingParams` for all prompts, or one per prompt; None is `SamplingParams()`.
         Without adaptive verification a seed that is given twice makes two requests draw alike. With it the second one
         gets a seed of its own: what one request draws may decide what is verified of another, and would then be tied to
-        the other's draws.
+        the other's draws. No request without a seed draws like another of the same call.
         All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a
         token id outside the vocabulary.
         """
@@ -182,15 +183,18 @@ class LLM:
     def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
-        given: Counter[int] = Counter()  # seeds so far in this call
+        # A CPU generator keeps 32 bits of its seed. Those that were given are taken before others are found.
+        taken, used = {p.seed % _SEEDS for p in params if p.seed is not None}, set[int]()
         requests = []
         for ids, own in zip(prompt_ids, params, strict=True):
             self._num_requests += 1
-            seed = (self.seed * 1_000_003 + self._num_requests) % 2**63 if own.seed is None else own.seed
-            if self.engine.adaptive and own.seed is not None:
-                seed = (own.seed + 1_000_003 * given[own.seed]) % 2**63
-                given[own.seed] += 1
-            requests.append(self._request(ids, own, seed))
+            seed = self.seed * 1_000_003 + self._num_requests if own.seed is None else own.seed
+            if own.seed is None or (self.engine.adaptive and own.seed % _SEEDS in used):
+                while seed % _SEEDS in taken:
+                    seed += 1_000_003
+            taken.add(seed % _SEEDS)
+            used.add(seed % _SEEDS)
+            requests.append(self._request(ids, own, seed % 2**63))
         return requests
 
     def _steps(self, requests: list[Request], keep_going: Callable[[], bool]) -> Generator[int, None, None]:
@@ -199,12 +203,12 @@ class LLM:
         Only steps are timed, not what the caller does between them.
         """
         engine = self.engine
+        if engine.waiting or engine.running:
+            raise RuntimeError("generate is already running on this LLM; wait for it, or use another LLM")
         if engine.has_budget and engine.cost_table is None and requests:
             from avref.profiling import load_or_profile
 
             engine.cost_table = load_or_profile(self)
-        if engine.waiting or engine.running:
-            raise RuntimeError("generate is already running on this LLM; wait for it, or use another LLM")
         engine.stats = Stats.zeros(engine.num_positions)
         engine.watch.reset()
         for request in requests:
@@ -335,6 +339,12 @@ class LLM:
                     f"the cost table covers {covered} {what}, {name} is {value}; profile up to that many "
                     f"(python -m avref profile --{name.replace('_', '-')}) or lower {name}"
                 )
+        short = [r for r in range(1, max_num_seqs + 1) if table.token_limit(r) < r]
+        if short:
+            raise ValueError(
+                f"the cost table covers {table.token_limit(short[0])} tokens for {short[0]} requests, too few for one "
+                "each; profile again (python -m avref profile)"
+            )
 
     def _check_length(self, max_model_len: int | None) -> int:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -348,7 +358,7 @@ class LLM:
 
 
 def _check_loaded(model: Any, device: Any, dtype: Any, model_kwargs: Mapping[str, Any]) -> None:
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "get_output_embeddings"):
+    if not models.is_causal_lm(model):
         raise ValueError(f"model is {type(model).__name__}; give a name, a folder, or a loaded Hugging Face causal LM")
     given = [*model_kwargs, *(["device"] if device is not None else []), *(["dtype"] if dtype != "auto" else [])]
     if given:

@@ -65,6 +65,12 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def is_causal_lm(model: Any) -> bool:
+    """Whether it is a loaded Hugging Face model with a head that gives logits (`AutoModel` loads one without)."""
+    head = getattr(model, "get_output_embeddings", None)
+    return isinstance(model, torch.nn.Module) and callable(head) and head() is not None
+
+
 def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwargs: Any) -> Any:
     """The causal LM `"smollm2"`, in a local folder, or behind a hub id, in eval mode.
 

@@ -159,15 +159,15 @@ def plot_lookahead(survival: Tensor, profile: npt.ArrayLike, cost_table: CostTab
     num_requests, mean = len(survival), np.asarray(profile)
     best = survival.flatten().double().sort(descending=True).values.numpy()
     s, ranks = best[admitted], np.arange(1, len(best) + 1)
-    tail = np.minimum(s, mean[admitted:] * min(s / mean[admitted], MAX_SCALE))
-    tokens = num_requests + np.append(0.0, np.concatenate([best[:admitted], tail]).cumsum())
+    tail = np.minimum(s, mean[admitted + 1 :] * min(s / mean[admitted], MAX_SCALE))
+    tokens = num_requests + np.append(0.0, np.concatenate([best[: admitted + 1], tail]).cumsum())
     ms = cost_table.step_ms(num_requests, num_requests + np.append(0, ranks), survival.shape[1])
     rate = 1e3 * tokens / ms
     figure, (left, right) = new_figure(1, 2, size=(11.0, 3.6))
     if admitted:
         left.bar(ranks[:admitted], best[:admitted], color="black", label="admitted")
     left.bar(ranks[admitted], s, color=POLICY_COLORS["adaptive-7"], label="in question: read")
-    left.bar(ranks[admitted + 1 :], tail[1:], fill=False, edgecolor="#999999", label="behind it: predicted")
+    left.bar(ranks[admitted + 1 :], tail, fill=False, edgecolor="#999999", label="behind it: predicted")
     left.plot(ranks, mean[: len(best)], color="#0072B2", linestyle="--", label="mean of past steps")
     left.set(xlabel="draft, in order of survival", ylabel="survival", ylim=(0, 1.02))
     right.plot(range(admitted + 1), rate[: admitted + 1], "o-", color="black", markersize=4, label="admitted")

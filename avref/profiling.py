@@ -1,9 +1,9 @@
 """Measuring the cost table: real engine steps on synthetic requests.
 
-Every batch size (powers of two) is measured with every number of verified drafts, drafting at a few depths, and without
-any drafting. Each step runs the engine that serves (drafting, forward, sampling, acceptance, bookkeeping) with depth
-and number of admitted drafts forced, in rounds of shuffled order, whose drift is taken out (`_levels`). What drafts
-cost beyond drafting them, above all the features, is counted with the drafting:
+Every batch size (powers of two) is measured with a range of numbers of verified drafts (`verified_counts`), drafting at
+a few depths, and without any drafting. Each step runs the engine that serves (drafting, forward, sampling, acceptance,
+bookkeeping) with depth and number of admitted drafts forced, in rounds of shuffled order, whose drift is taken out
+(`_levels`). What drafts cost beyond drafting them, above all the features, is counted with the drafting:
 
     extra(d)       = rest(d, 0) - rest(0, 0)         rest: sampling and bookkeeping of a step of depth d, B verified
     draft_ms(d)    = drafting(d) + extra(d)
@@ -111,7 +111,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
         setting |= {name: getattr(llm.config, name) for name in names}
-        setting |= {"drafter_parameters": _drafter_parameters(llm.engine.drafter), "room": llm.max_model_len}
+        setting |= {"drafter_parameters": _drafter_parameters(llm.engine.drafter), "room": _positions(llm)}
     key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:16]
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
@@ -138,12 +138,21 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     R goes in powers of two up to `max_num_seqs`, with `verified_counts` drafts verified, and 1, K/2 and K positions
     drafted; there are at least `repeats` rounds, more where steps are short or their times differ: a wrong order of
     neighbouring points is what spoils decisions at small batches. Says so on stderr when the machine was too busy for
-    that. Raises ValueError when the LLM has no drafter.
+    that. Raises ValueError when the LLM has no drafter, or too few positions to time steps of depth K; RuntimeError
+    when requests are running.
     """
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
+    if llm.engine.running or llm.engine.waiting:
+        raise RuntimeError("requests are running on this LLM: profile it before or after")
     depth, limit = llm.config.num_speculative_tokens, llm.engine.max_num_seqs
-    room = llm.max_model_len - 4 * (depth + 1)
+    room = _positions(llm) - 4 * (depth + 1)
+    if room < 1:
+        raise ValueError(
+            f"{_positions(llm)} positions (max_model_len={llm.max_model_len}, or what the drafter has) are too few to "
+            f"time steps of {depth} drafts, which takes more than {4 * (depth + 1)}: raise max_model_len, lower "
+            "num_speculative_tokens, or pass a cost_table"
+        )
     if context != CONTEXT:  # the usual one is cut to what a small target has room for
         whole("context", context, 1, room)
     context = max(1, min(context, room))
@@ -291,8 +300,8 @@ def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: in
     engine.abort()
     order = random.Random(1)
     lengths = [max(1, round(context * (0.5 + (i + 0.5) / num_requests))) for i in range(num_requests)]
-    lengths = [min(n, llm.max_model_len - 4 * (depth + 1)) for n in order.sample(lengths, num_requests)]
-    room = llm.max_model_len - max(lengths) - 1
+    lengths = [min(n, _positions(llm) - 4 * (depth + 1)) for n in order.sample(lengths, num_requests)]
+    room = _positions(llm) - max(lengths) - 1
     texts = _warmup_prompts(llm)
     for i, length in enumerate(lengths):
         ids = [order.randrange(llm.vocab_size) for _ in range(length)]
@@ -304,6 +313,12 @@ def _refill(engine: Engine, llm: LLM, num_requests: int, depth: int, context: in
     engine.override = lambda capacity: 0
     engine.step()
     return max(1, min(32, room // (depth + 1) - 2))
+
+
+def _positions(llm: LLM) -> int:
+    """Longest sequence that both models can work on."""
+    drafter = llm.engine.drafter
+    return llm.max_model_len if drafter is None else min(llm.max_model_len, drafter.max_length)
 
 
 def _warmup_prompts(llm: LLM) -> list[list[int]]:

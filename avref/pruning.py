@@ -68,9 +68,9 @@ def choose_budget(
     about the tail and the rule is early_stop. With no requests B is 0. Raises ValueError for NaN or values outside
     [0, 1], a row that rises, a wrong shape, an unknown rule, and batch shapes outside the cost table.
 
-    ``lookahead``, with B slots admitted, A = R + s_1 + ... + s_B, and the next survival s = s_{B+1}: slots from here
-    on are predicted as t_j = min(s, m_j * min(s / m_{B+1}, 4)), m the profile; the next slot is admitted when some end
-    e > B has (A + t_{B+1} + ... + t_e) / step_ms(R + e) above ratio(B). It reads no live survival beyond s, which
+    ``lookahead``, with B slots admitted, A = R + s_1 + ... + s_B, and the next survival s = s_{B+1}: the slots behind
+    it are predicted as t_j = min(s, m_j * min(s / m_{B+1}, 4)), m the profile; the next slot is admitted when some end
+    e > B has (A + s + t_{B+2} + ... + t_e) / step_ms(R + e) above ratio(B). It reads no live survival beyond s, which
     depends on admitted tokens only.
     """
     choose = _RULES.get(rule)
@@ -140,7 +140,7 @@ def _lookahead(best: Floats, expected: Floats, cost: Floats, tail: Floats | None
 
     The profile falls, so t_j = m_j * min(s / m_{B+1}, 4) already is at most s, and with M the profile's running sum
 
-        gain(B, e) = A + min(s / m_{B+1}, 4) * (M_e - M_B) - ratio(B) * step_ms(R + e)
+        gain(B, e) = A + s + min(s / m_{B+1}, 4) * (M_e - M_{B+1}) - ratio(B) * step_ms(R + e)
 
     counts the tokens won over what the present ratio emits in that time. Rows are made in blocks: most steps stop soon.
     """
@@ -150,7 +150,7 @@ def _lookahead(best: Floats, expected: Floats, cost: Floats, tail: Floats | None
     present = expected[:-1] / cost[:-1] * (1 + TIE)  # [N] by B
     running = np.concatenate([[0.0], tail.cumsum()])  # [N+1] M
     scale = np.minimum(best, MAX_SCALE * tail) / np.where(tail > 0, tail, 1.0)  # [N] by B; a profile of 0 predicts 0
-    by_row = np.stack([expected[:-1] - scale * running[:-1], scale, -present], axis=1)  # [N, 3]
+    by_row = np.stack([expected[1:] - scale * running[1:], scale, -present], axis=1)  # [N, 3]
     by_end = np.stack([np.ones(num_slots), running[1:], cost[1:]])  # [3, N]
     for start in range(0, num_slots, _BLOCK_ROWS):
         gain = by_row[start : start + _BLOCK_ROWS] @ by_end[:, start:]  # [n, N-start]

@@ -103,7 +103,7 @@ class _Contexts:
             one = interleaved([ours], 1, self.llm.device)[0] if repeat == 0 else _once(ours, self.llm.device)
             with plain_attention(self.llm.model):
                 other = _once(theirs, self.llm.device)
-                _crop(self.cache, count, CONTEXT)
+                _crop(self.cache, count)
             if repeat:
                 times[0].append(one)
                 times[1].append(other)
@@ -118,22 +118,14 @@ def _once(function: Callable[[], Any], device: torch.device) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _crop(cache: Any, count: int, length: int) -> None:
-    """Remove the last `count` entries;
-
-    Transformers counts what to remove as a negative number since 5.24, what to keep before.
-    """
-    try:
+def _crop(cache: Any, count: int) -> None:
+    """Remove the last `count` entries, a negative number in all of transformers 5; 0 means all of them in 5.0."""
+    if count:
         cache.crop(-count)
-    except ValueError:
-        cache.crop(length)
 
 
 def forward_rows(llm: LLM) -> Iterator[Row]:
-    """Packed decode forward against Hugging Face's batched one;
-
-    Ragged against uniform; cost of eight tokens each over one.
-    """
+    """Packed decode forward against Hugging Face's batched one, ragged against uniform, eight tokens each over one."""
     bars = {1: 1.05, 4: 1.0, 16: 0.8, 64: 0.6}
     llm.model.set_attn_implementation("avref")
     for num_requests in (1, 4, 16, 64):

@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import numpy as np
 import pytest
+import tiny
 import torch
 from matplotlib.figure import Figure
 
@@ -21,7 +22,6 @@ from avref.drafters.draft_model import TinyLlama, TinyLlamaConfig
 from avref.evidence import bench, bench_report, bench_setting, outside, prompt_sets
 from avref.evidence.bench_plan import BLOCKS, MIX, TUNING, Arm, Plan, Unit
 from avref.stats import Stats
-from tests import tiny
 
 METHODS = ("draft_model", "eagle", "mtp", "dflash", "dspark", "layer_skip", "ngram")
 WORKLOADS = ("easy", "hard")

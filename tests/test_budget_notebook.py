@@ -235,7 +235,7 @@ def test_a_redraw_takes_less_than_a_fifth_of_a_second():
 
 
 def tail(profile, admitted, s):
-    return np.minimum(s, profile[admitted:] * min(s / profile[admitted], 4.0))
+    return np.minimum(s, profile[admitted + 1 :] * min(s / profile[admitted], 4.0))
 
 
 def depth_for(mean, ms):
@@ -260,9 +260,9 @@ SOLUTIONS = [
 MISTAKES = [
     (exercises_budget.check_turning_point, lambda flops, bandwidth, size: flops / bandwidth),
     (exercises_budget.check_turning_point, lambda flops, bandwidth, size: size * flops / bandwidth),
-    (exercises_budget.check_predicted_tail, lambda m, b, s: m[b:]),
-    (exercises_budget.check_predicted_tail, lambda m, b, s: m[b:] * s / m[b]),  # without the cap at four times
-    (exercises_budget.check_predicted_tail, lambda m, b, s: tail(m, b, s)[1:]),
+    (exercises_budget.check_predicted_tail, lambda m, b, s: m[b + 1 :]),
+    (exercises_budget.check_predicted_tail, lambda m, b, s: m[b + 1 :] * s / m[b]),  # without the cap at four times
+    (exercises_budget.check_predicted_tail, lambda m, b, s: np.append(s, tail(m, b, s))),
     (exercises_budget.check_draft_depth, lambda mean, ms: len(mean)),
     (exercises_budget.check_draft_depth, lambda mean, ms: max(1, depth_for(mean, ms))),
     (

@@ -148,6 +148,22 @@ def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> Non
         SpeculativeConfig.from_dict({"method": "dflash", "enable_adaptive_verification": True, **changes})
 
 
+def test_probes_that_teach_nothing_are_refused() -> None:
+    logits, own = SimpleNamespace(has_confidence=True), SimpleNamespace(has_confidence=True, has_logits=False)
+
+    def resolved(confidence: str, drafter: Any, interval: int) -> str:
+        config = SpeculativeConfig(
+            "dflash", confidence=confidence, probe_interval=interval, enable_adaptive_verification=True
+        )
+        return resolve(config, drafter)
+
+    for source in ("q_max", "threshold", "head"):
+        with pytest.raises(ValueError, match=f"probe_interval=16 is not read by confidence='{source}', which learns"):
+            resolved(source, logits, 16)
+        assert resolved(source, logits, 0) == resolved(source, logits, 64) == source
+    assert resolved("estimator", logits, 16) == "estimator" and resolved("auto", own, 16) == "head"
+
+
 def test_an_estimator_for_ngrams_is_refused_at_load(target: Any) -> None:
     with pytest.raises(ValueError, match=r"estimator=.*'head' for method 'ngram'"):
         make(target, "ngram", None, "auto", estimator={"slope": 1.0})
@@ -292,7 +308,8 @@ def test_stopping_rules_need_no_cost_table(
 
 def test_probes_where_verdicts_teach_something(target: Any, models: dict[str, Any]) -> None:
     for method, confidence, learns in (("dflash", "auto", True), ("ngram", "auto", True), ("dflash", "q_max", False)):
-        engine = make(target, method, models[method], confidence, probe_interval=3).engine
+        engine = make(target, method, models[method], confidence, **({"probe_interval": 3} if learns else {})).engine
+        assert engine.probe_interval == (3 if learns else 0)
         assert [engine._probes()] + [engine._probes() for engine.step_count in (1, 2, 3, 5)] == [
             False,
             False,

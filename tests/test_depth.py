@@ -190,6 +190,21 @@ def test_a_free_drafter_that_is_right_is_used_in_full() -> None:
     assert llm.stats.num_steps == 20  # 99 tokens after the first, five a step
 
 
+def test_most_drafts_accepted_and_still_a_loss() -> None:
+    """C113: .83 accepted, 6849 ms saved by 2243 ms of drafting, but 11763 ms of verification that nobody counted."""
+    plain, drafting, verifying = 1.0, 2243 / 6849, 11763 / 6849  # in units of what an accepted draft saves
+
+    def depth_for(draft_cost: float, verify_cost: float) -> int:
+        costs = CostTable(np.array([[0.0, 0.0], [0.0, draft_cost]]), np.array([plain, plain, plain + verify_cost]))
+        depth = DraftDepth(1, warmup=1)
+        for _ in range(3):
+            depth.learn(np.array([[0.83]]), np.array([1]), costs)
+        return depth.choose(0, 1, 1, costs)
+
+    assert depth_for(drafting, verifying) == 0
+    assert depth_for(drafting, 0.0) == 1
+
+
 def test_the_depth_in_between() -> None:
     """Sure and right behind token 0 to 3, unsure and wrong behind 4 to 7: the deeper drafts seldom pay."""
     target = cycle(COUNTING)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from test_lossless_end_to_end import ALPHA, exact_law, p_value
 from torch import Tensor
 
 from avref.config import SamplingParams
@@ -211,6 +212,45 @@ def test_one_request_less_does_not_move_the_others(method: str, target: Any, dra
 
 
 @pytest.mark.parametrize("rule", SAFE_RULES)
+@pytest.mark.parametrize("method", ["draft_model", "dflash"])
+def test_a_batch_that_drains_is_planned_to_its_last_request(
+    method: str, rule: str, target: Any, drafters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C75: eight requests that end one after the other; depth and budget are chosen down to the last one."""
+    llm = make(target, method, drafters[method], max_num_seqs=8, **adaptive(rule))
+    running: list[int] = []
+    decode = llm.engine.decode
+
+    def watch() -> None:
+        running.append(len(llm.engine.running))
+        decode()
+
+    monkeypatch.setattr(llm.engine, "decode", watch)
+    params = [SamplingParams(temperature=0.0, max_tokens=8 * i + 2, ignore_eos=True) for i in range(8)]
+    out = tokens(llm.generate([PROMPTS[i % 7] for i in range(8)], params))
+    assert out == [tiny.greedy(target, PROMPTS[i % 7], 8 * i + 2) for i in range(8)]
+    assert running[0] == 8 and running[-1] == 1
+    assert 0 < llm.stats.verified_by_position.sum()
+
+
+@pytest.mark.parametrize("more", [{}, adaptive("lookahead")], ids=["fixed", "adaptive"])
+def test_rows_that_accept_all_beside_rows_that_accept_nothing(more: dict[str, Any]) -> None:
+    """C66: in rows of even number every draft is right, in the others none; nobody gets a neighbour's tokens."""
+    target, drafter = sure_and_wrong()
+    prompts = [[1], [5], [2], [6], [3], [7], [1, 2], [5, 6]]
+    params = SamplingParams(temperature=0.0, max_tokens=17, ignore_eos=True)
+    llm = make(target, "draft_model", drafter, 4, max_num_seqs=8, **more)
+    out = tokens(llm.generate(prompts, params))
+    assert out == [tiny.greedy(target, p, 17) for p in prompts]
+    alone = make(target, "draft_model", drafter, 4)
+    rates = []
+    for prompt, answer in zip(prompts, out, strict=True):
+        assert tokens(alone.generate([prompt], params)) == [answer]
+        rates.append(alone.stats.accepted_by_position.sum() / alone.stats.graded_by_position.sum())
+    assert rates == [1.0, 0.0] * 4
+
+
+@pytest.mark.parametrize("rule", SAFE_RULES)
 def test_a_seed_repeats_an_adaptive_run(rule: str, target: Any, drafters: dict[str, Any]) -> None:
     """Decisions read past verdicts and the cost table, never the clock."""
 
@@ -243,6 +283,14 @@ def cycle(successor: dict[int, int], size: int = 8, sharpness: float = 30.0) -> 
     for t, after in successor.items():
         table[t, after] = sharpness
     return tiny.bigram(table)
+
+
+def sure_and_wrong() -> tuple[Any, Any]:
+    """On tokens 1 to 3 the drafter is sure and right, on 5 to 7 unsure and never right."""
+    drafter = cycle({1: 2, 2: 3, 3: 1})
+    with torch.no_grad():
+        drafter.lm_head.weight[5:, :] = -20.0
+    return cycle({1: 2, 2: 3, 3: 1, 5: 6, 6: 7, 7: 5}), drafter
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -385,6 +433,31 @@ def test_vocabulary_widths_that_differ(ours: int, theirs: int, settings: dict[st
     assert ours < theirs or max(ids) >= theirs
 
 
+def test_half_the_mass_of_a_wider_drafter_on_ids_that_the_target_lacks() -> None:
+    """C78: the tail is masked before drawing and q renormalised, and what is emitted follows p."""
+    table = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.15, 0.25]] * 5))
+    wide = torch.full((8, 8), -30.0)
+    wide[:, :5] = torch.log(torch.tensor([0.2, 0.05, 0.05, 0.1, 0.1]))
+    wide[:, 6] = np.log(0.5)
+    target, drafter = tiny.bigram(table), tiny.bigram(wide)
+    llm = make(target, "draft_model", drafter, 3, max_num_seqs=16)
+    inner, proposals = llm.engine.drafter, []
+    assert inner is not None
+    propose = inner.propose
+
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        proposals.append(propose(*args, **kwargs))
+        return proposals[-1]
+
+    inner.propose = watch  # type: ignore[method-assign]
+    answers = tokens(llm.generate([[3]] * 1000, SamplingParams(max_tokens=4, ignore_eos=True)))
+    for proposal in proposals:
+        assert proposal.q.shape[-1] == 5 and int(proposal.tokens.max()) < 5
+        torch.testing.assert_close(proposal.q, torch.tensor([0.4, 0.1, 0.1, 0.2, 0.2]).expand_as(proposal.q))
+    assert 0.3 < llm.stats.accepted_by_position.sum() / llm.stats.graded_by_position.sum() < 0.9
+    assert p_value((answers, exact_law(target, [3], 1.0))) >= ALPHA
+
+
 # Counting
 
 
@@ -428,10 +501,7 @@ def test_tokens_per_request_step_is_one_plus_accepted(target: Any, drafters: dic
 
 def test_features_and_verdicts_belong_to_the_same_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """C102: on tokens 1 to 3 the drafter is sure and right, on 5 to 7 unsure and wrong; rows move as requests leave."""
-    target = cycle({1: 2, 2: 3, 3: 1, 5: 6, 6: 7, 7: 5})
-    drafter = cycle({1: 2, 2: 3, 3: 1})
-    with torch.no_grad():
-        drafter.lm_head.weight[5:, :] = -20.0  # after 5, 6, 7 any of the others, never the right one
+    target, drafter = sure_and_wrong()
     llm = verify_everything(make(target, "draft_model", drafter, 3, max_num_seqs=5, **adaptive("lookahead")))
     seen: list[tuple[Tensor, Tensor]] = []
     estimator = llm.estimator

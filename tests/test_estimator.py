@@ -1,10 +1,13 @@
 """The online acceptance estimator against oracles: a numpy transcription, dense solves, scikit-learn, known truths.
 
-A penalty on the coefficients (labels all 1 must give a finite optimum) does not apply, because the ridge is on the
-curvature alone; that such traffic stays harmless is tested instead. Perfectly separable labels let the slope grow
-without a warning: a steep slope is the right fit there, and it is bounded and recovers. Requests whose target applies
-transforms that the drafter does not see (allowed ids, penalties) do not exist here, but for top-k and top-p: rows with
-a narrow nucleus share the coefficients with all others, as in vLLM (a limit that the README states).
+Reported failures: a flip throws the published update (C84), so does a streak of luck (C85), separable labels (C88),
+labels all alike (C89), a constant feature (C90), a position that starves (C96), trimmed drafts taken for rejections
+(C97). Of C89 the penalty on the coefficients (labels all 1 must give a finite optimum) does not apply, because the
+ridge is on the curvature alone; that such traffic stays harmless is tested instead. Separable labels let the slope grow
+without a warning: a steep slope is the right fit there, and it is bounded and recovers. C95 does not apply: requests
+whose target applies transforms that the drafter does not see (allowed ids, penalties) do not exist here, but for top-k
+and top-p: rows with a narrow nucleus share the coefficients with all others, as in vLLM (a limit that the README
+states).
 """
 
 import copy
@@ -590,6 +593,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         {"num_steps": -1},
         {"sums": torch.full((6, 3), math.inf)},
         {"extra": 1},
+        {"slope": "steep"},
+        {"intercepts": None},
+        {"sums": [[0.0] * 3, [0.0]]},
+        {"num_steps": 2.7},
     ]
     for damage in damages:
         with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""Features against float64, at the edges, and against one softmax for speed."""
+"""Features against float64, at the edges (C98), and against one softmax for speed."""
 
 import time
 

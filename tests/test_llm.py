@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
 from avref.config import SamplingParams, SpeculativeConfig
+from avref.cost_table import CostTable
 from avref.drafters import weights
 from avref.llm import LLM, RequestOutput
 
@@ -507,6 +509,51 @@ def test_a_seed_given_twice_ties_no_two_requests_under_adaptive_verification(tar
     assert {r.generator.initial_seed() for r in plain._requests([[3, 4]] * 3, same)} == {7}
     one, two = tokens(plain.generate([[3, 4]] * 2, same))
     assert one == two
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_no_request_without_a_seed_draws_like_another(adaptive: bool, target: Any) -> None:
+    """Its seed is made from a counter, which must not run into one that was given, before it or behind it."""
+    config = speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=adaptive)
+    for own in ([2, None], [None, 1], [3, None, None, 4], [2 + 2**32, None], [None, None]):
+        llm = make(target, config, seed=0)
+        params = [SamplingParams(seed=s, max_tokens=8, ignore_eos=True) for s in own]
+        seeds = [r.generator.initial_seed() for r in llm._requests([[3, 4]] * len(own), params)]
+        assert len({s % 2**32 for s in seeds}) == len(own)
+        assert all(got == s for got, s in zip(seeds, own, strict=True) if s is not None)
+        answers = tokens(make(target, config, seed=0).generate([[3, 4]] * len(own), params))
+        assert len(set(map(tuple, answers))) == len(own)
+
+
+def test_a_seed_that_is_moved_meets_no_other(target: Any) -> None:
+    """Seeds that agree in their last 32 bits are one to a CPU generator; a repeated one is moved, not onto another."""
+    llm = make(target, speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True))
+    for own in ([0, 0, 1_000_003], [0, 2**32, 5], [1_000_003, 0, 0]):
+        requests = llm._requests([[3]] * 3, [SamplingParams(seed=s) for s in own])
+        assert len({r.generator.initial_seed() % 2**32 for r in requests}) == 3
+        kept = [r.generator.initial_seed() == s for r, s in zip(requests, own, strict=True)]
+        assert kept.count(False) == 1 and kept[0]
+
+
+def test_a_model_without_a_head_is_refused(target: Any) -> None:
+    """As `AutoModel` loads one, whose `get_output_embeddings()` is None."""
+    with pytest.raises(ValueError, match="model is LlamaModel; give a name, a folder, or a loaded Hugging Face causal"):
+        LLM(target.model)
+    with pytest.raises(ValueError, match="is LlamaModel; give a causal LM"):
+        make(target, speculative(model=target.model))
+
+
+def test_a_home_folder_is_found_for_drafters_too(saved: Path, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(saved.parent))
+    assert make(target, dflash_config(f"~/{saved.name}")).engine.drafter is not None
+
+
+def test_a_cost_table_without_room_for_one_token_each_is_refused(target: Any) -> None:
+    config = speculative(model=target, enable_adaptive_verification=True)
+    narrow = CostTable(np.ones(9), np.ones(4))  # 8 requests, but 3 tokens
+    assert make(target, config, cost_table=narrow).cost_table is narrow
+    with pytest.raises(ValueError, match="covers 3 tokens for 4 requests, too few for one each; profile again"):
+        make(target, config, cost_table=narrow, max_num_seqs=4)
 
 
 def test_a_draft_model_elsewhere_is_refused(target: Any) -> None:

@@ -38,18 +38,21 @@ DEPTH = 3  # tokens whose joint law is tested
 # The oracle
 
 
-def distribution(logits: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:
-    """One row in float64: the softmax, then the smallest set of best tokens that reaches top_p."""
-    p = np.exp(logits - logits.max())
-    p /= p.sum()
+def distribution(
+    logits: NDArray[np.float64], top_p: float, temperature: float = 1.0, top_k: int = 0
+) -> NDArray[np.float64]:
+    """One row in float64: the softmax, the top_k best tokens, then the smallest set of these that reaches top_p."""
+    p = np.exp((logits - logits.max()) / temperature)
     best = np.argsort(-p, kind="stable")
+    p[best[top_k or len(p) :]] = 0
+    p /= p.sum()
     size = int(np.searchsorted(np.cumsum(p[best]), top_p - 1e-9)) + 1
     p[best[size:]] = 0
     return p / p.sum()
 
 
 @torch.inference_mode()
-def exact_law(target: Any, prompt: Sequence[int], top_p: float) -> NDArray[np.float64]:
+def exact_law(target: Any, prompt: Sequence[int], top_p: float, **more: Any) -> NDArray[np.float64]:
     """The joint law of the next three tokens [V, V, V]."""
     size = target.config.vocab_size
     law = np.ones((size,) * DEPTH)
@@ -58,7 +61,7 @@ def exact_law(target: Any, prompt: Sequence[int], top_p: float) -> NDArray[np.fl
             prefixes = list(itertools.product(range(size), repeat=depth))
             ids = torch.tensor([[*prompt, *prefix] for prefix in prefixes])
             logits = target(input_ids=ids, use_cache=False).logits[:, -1].double().numpy()
-            steps = np.array([distribution(row, top_p) for row in logits]).reshape((size,) * (depth + 1))
+            steps = np.array([distribution(row, top_p, **more) for row in logits]).reshape((size,) * (depth + 1))
             law *= steps.reshape((size,) * (depth + 1) + (1,) * (DEPTH - depth - 1))
     assert law.sum() == pytest.approx(1)
     return law
@@ -113,8 +116,14 @@ def laws(target: Any) -> dict[float, NDArray[np.float64]]:
     return {top_p: exact_law(target, PROMPT, top_p) for top_p in (1.0, NUCLEUS)}
 
 
-def run(target: Any, method: str, drafter: Any, **settings: Any) -> tuple[LLM, list[list[int]], list[list[int]]]:
-    """SAMPLES requests without top-p and as many with it, side by side in one batch -> the answers of each kind."""
+WHOLE = SamplingParams(max_tokens=5)
+BOTH = (WHOLE, replace(WHOLE, top_p=NUCLEUS))
+
+
+def run(
+    target: Any, method: str, drafter: Any, params: Sequence[SamplingParams] = BOTH, **settings: Any
+) -> tuple[LLM, list[list[int]], list[list[int]]]:
+    """SAMPLES requests with each of two settings, side by side in one batch -> the answers of each kind."""
     config = {
         "method": method,
         "model": drafter,
@@ -131,8 +140,7 @@ def run(target: Any, method: str, drafter: Any, **settings: Any) -> tuple[LLM, l
         max_tokens=128,
     )
     llm = LLM(target, config, max_num_seqs=32, max_model_len=16, cost_table=costs)
-    whole = SamplingParams(max_tokens=5)
-    outputs = llm.generate([PROMPT] * (2 * SAMPLES), [whole, replace(whole, top_p=NUCLEUS)] * SAMPLES)
+    outputs = llm.generate([PROMPT] * (2 * SAMPLES), list(params) * SAMPLES)
     answers = [o.outputs[0].token_ids for o in outputs]
     assert {len(a) for a in answers} == {5}
     return llm, answers[::2], answers[1::2]
@@ -165,6 +173,23 @@ def test_emitted_law_with_greedy_drafts(method: str, target: Any, drafters: dict
     assert 0.2 < trimmed(llm) < 0.8
     assert p_value((whole, laws[1.0])) >= ALPHA
     assert p_value((nucleus, laws[NUCLEUS])) >= ALPHA
+
+
+@pytest.mark.parametrize("method", ["draft_model", "dflash"])
+def test_emitted_law_at_other_temperatures_and_top_k(method: str, target: Any, drafters: dict[str, Any]) -> None:
+    """C3: what the target is cut and scaled by holds for what is emitted, whatever the drafter knows of it."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.9, "temperature": 0.6},
+        {"top_p": 1.0, "temperature": 1.4, "top_k": 3},
+    )
+    llm, *answers = run(target, method, drafters[method], params=[replace(WHOLE, **kind) for kind in kinds])
+    assert 0.1 < trimmed(llm) < 0.9
+    laws = [exact_law(target, PROMPT, **kind) for kind in kinds]
+    for kind, (own, other) in zip(answers, (laws, laws[::-1]), strict=True):
+        assert p_value((kind, own)) >= ALPHA
+        assert p_value((kind, other)) < ALPHA / 1000
+    plain = exact_law(target, PROMPT, 1.0, top_k=3)
+    assert p_value((answers[1], plain)) < ALPHA / 1000  # temperature 1.4 is told from 1
 
 
 def test_laws_are_told_apart(drafters: dict[str, Any], runs: Any, laws: Any) -> None:

@@ -253,6 +253,18 @@ def test_greedy_equals_plain_decoding_with_adaptive_verification(
     assert 0 < stats.verified_by_position.sum() < stats.drafted_by_position.sum()
 
 
+@pytest.mark.parametrize("more", [{}, ADAPTIVE], ids=["fixed", "adaptive"])
+def test_steps_without_any_match_are_plain_ones(more: dict[str, Any]) -> None:
+    """C74: no token of these texts comes twice, so no request ever has a draft."""
+    counting = torch.full((40, 40), -30.0)
+    counting[torch.arange(40), (torch.arange(40) + 1) % 40] = 30.0
+    llm = make(tiny.bigram(counting), 4, **more)
+    out = llm.generate([[0], [5], [10], [20]], SamplingParams(temperature=0.0, max_tokens=15, ignore_eos=True))
+    assert ids(out) == [list(range(first + 1, first + 16)) for first in (0, 5, 10, 20)]
+    assert llm.stats.tokens_per_request_step == 1 and llm.stats.num_tokens == 60
+    assert llm.stats.drafted_by_position.sum() == 0
+
+
 def test_counts_follow_the_engine(target: Any) -> None:
     """What the drafter has counted is what the engine counts, and a draft that does not exist is never verified."""
     llm = make(target, **ADAPTIVE, adaptive_drafting=False)

@@ -9,11 +9,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tiny
 
 from avref import exercises_pair as exercises
 from avref import models
 from avref.vllm_args import VLLM_DEFAULTS, VLLM_KEYS
-from tests import tiny
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "08_your_own_pair.ipynb"
 

@@ -8,12 +8,13 @@ import sys
 
 import numpy as np
 import pytest
+import tiny
 import torch
 
 from avref import LLM, SamplingParams, arms, cli, profiling, quickstart, selfcheck, speed
 from avref.cost_table import CostTable
+from avref.engine import Engine
 from avref.stats import Stopwatch
-from tests import tiny
 
 
 def adaptive_llm(**options):
@@ -138,6 +139,45 @@ def test_a_cost_table_for_fewer_requests_is_refused():
 def test_profiling_plain_decoding_is_refused():
     with pytest.raises(ValueError, match="needs a drafter"):
         profiling.profile(LLM(tiny.llama(), max_num_seqs=2, max_model_len=64))
+
+
+def test_too_few_positions_to_time_are_refused(tmp_path, monkeypatch):
+    """Four full steps must fit, in the drafter too, or drafts that were never verified would look almost free."""
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    target, config = tiny.llama(), {"method": "draft_model", "num_speculative_tokens": 7}
+    adaptive = {**config, "enable_adaptive_verification": True}
+    for length, drafter in ((32, target), (128, tiny.llama(1, max_position_embeddings=24))):
+        llm = LLM(target, {**adaptive, "model": drafter}, max_num_seqs=2, max_model_len=length)
+        with pytest.raises(ValueError, match=r"are too few to time steps of 7 drafts, .* pass a cost_table"):
+            llm.generate([[3, 4]], SamplingParams(max_tokens=4))
+        assert not list(tmp_path.glob("cost-tables/*"))
+    short = LLM(target, {**config, "model": tiny.llama(1, max_position_embeddings=48)}, max_num_seqs=1)
+    timed, add = [], Engine.add
+
+    def watch(self, request):
+        timed.append(request)
+        add(self, request)
+
+    monkeypatch.setattr(Engine, "add", watch)
+    profiling.profile(short, repeats=1)
+    assert max(r.num_cached for r in timed) < 48
+    assert max(len(r.prompt_ids) for r in timed) <= 16
+
+
+def test_requests_that_run_are_not_profiled_away(tmp_path, monkeypatch):
+    """Timing uses the caches of the LLM: whoever is in the middle of an answer would go on with another's."""
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    llm = adaptive_llm()
+    llm.cost_table = profiling.profile(llm, repeats=1)
+    steps = llm.measuring([[3, 4, 5]] * 6, SamplingParams(max_tokens=9, seed=0))
+    next(steps)
+    with pytest.raises(RuntimeError, match="requests are running on this LLM: profile it before or after"):
+        profiling.profile(llm)
+    llm.cost_table = None
+    with pytest.raises(RuntimeError, match="already running on this LLM"):
+        llm.generate([[3, 4]])
+    steps.close()
+    assert not list(tmp_path.glob("cost-tables/*"))
 
 
 def test_quickstart_on_a_tiny_pair_writes_every_row(tmp_path, monkeypatch):

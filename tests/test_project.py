@@ -1,4 +1,8 @@
-"""The project's promises: installation files agree, the README's commands are run, notebooks and links are clean."""
+"""The project's promises: installation files agree, the README's commands are run, notebooks and links are clean.
+
+Reported failures: a notebook asks for a kernel that is not there (C147), widget state that is not whole (C149), an
+environment that cannot be solved (C155).
+"""
 
 import importlib.util
 import json
@@ -84,6 +88,13 @@ def test_environment_can_be_solved():
     assert [re.match(r"\w+", entry).group() for entry in from_conda] == ["python", "pip"]
     lowest = tomllib.loads(read("pyproject.toml"))["project"]["requires-python"]
     assert from_conda[0].startswith(f"python{lowest}")
+    assert not any(re.search(r"(?<![<>=!~])=(?!=)", entry) for entry in from_conda), "C155: no build strings"
+
+
+def test_what_runs_the_notebooks_comes_with_the_tests():
+    """C147: the notebooks' kernel is python3, which ipykernel installs."""
+    installed = {canonicalize_name(requirement.name) for requirement in pyproject_requirements()["test"]}
+    assert {"nbmake", "ipykernel", "ipywidgets"} <= installed
 
 
 def test_environment_says_what_each_package_is_for():

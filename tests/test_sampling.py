@@ -7,6 +7,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from avref import sampling
+from avref.drafters import base
 from avref.sampling import probs, residual, sample, verify
 
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -522,6 +523,14 @@ def test_greedy_draft_has_a_one_hot_q():
     assert accepted == pytest.approx(0.6, abs=0.005)
     buggy, _ = emitted_law([0.6, 0.4], torch.zeros(N, dtype=torch.long), torch.tensor([0.8, 0.2]))
     torch.testing.assert_close(buggy, torch.tensor([0.75, 0.25]), atol=0.005, rtol=0)
+
+
+def test_ties_of_drafts_fall_to_the_first_id():
+    """C35: [1, 2, 2] is 1 for a drafter too, by greedy drafting and at temperature 0, whatever the uniform says."""
+    logits, cold, u = torch.tensor([[1.0, 2.0, 2.0]] * 3), torch.zeros(3), torch.tensor([0.0, 0.5, 0.999])
+    assert base.draw(logits, torch.ones(3), u, greedy=True)[0].tolist() == [1, 1, 1]
+    ids, q, drawn = base.draw(logits, cold, u, greedy=False)
+    assert ids.tolist() == [1, 1, 1] and q.tolist() == [[0.0, 1.0, 0.0]] * 3 and drawn.tolist() == [1.0] * 3
 
 
 def draw(q: Tensor) -> Tensor:

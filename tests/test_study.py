@@ -185,7 +185,7 @@ def test_growth_equals_brute_force_and_the_ratio_rule_at_its_own_rate() -> None:
         rate, expected = g.uniform(0.2, 1.5), n
         for b in range(n):
             scale = min(best[b] / tail[b], 4)
-            gains = [scale * sum(tail[b:e]) - rate * (cost[e] - cost[b]) for e in range(b + 1, n + 1)]
+            gains = [best[b] + scale * sum(tail[b + 1 : e]) - rate * (cost[e] - cost[b]) for e in range(b + 1, n + 1)]
             if max(gains) <= 1e-12:
                 expected = b
                 break

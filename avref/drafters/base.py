@@ -57,7 +57,6 @@ class Drafter(Protocol):
 
     hidden_layers: tuple[int, ...]
     max_length: int  # longest sequence, in tokens, that it can draft for
-    max_depth: int  # most positions it was made for
 
     def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
         """New requests have entered.
@@ -70,7 +69,7 @@ class Drafter(Protocol):
     ) -> None:
         """The target has processed each running request's chunk, or several chunks of one token in a row.
 
-        The first `kept[r]` tokens of chunk r are final, the rest were rejected.
+        The first `kept[r]` tokens of chunk r are final (none where it owed nothing), the rest were rejected.
         """
 
     def propose(

@@ -43,21 +43,21 @@ class DFlashDrafter(TrainedDrafter):
     model_class = DFlashModel
 
     def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
-        self._write(layout, hidden, layout.last)
+        self._write(layout, hidden, [len(own) for own in tokens])
 
     def extend(
         self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
     ) -> None:
         # rejected tokens are written too: they lie behind every later position until they are overwritten
-        self._write(layout, hidden, layout.first + torch.tensor(kept, device=layout.first.device) - 1)
+        self._write(layout, hidden, kept)
 
-    def _write(self, layout: Layout, hidden: Tensor | None, newest: Tensor) -> None:
+    def _write(self, layout: Layout, hidden: Tensor | None, kept: Sequence[int]) -> None:
         assert hidden is not None  # `hidden_layers` asks for the states
         context = self.model.context(hidden)  # [T, D]
         cos, sin = rotary(layout.position, self.model.config.head_dim, self.model.config.rope_theta)
         for i, layer in enumerate(self.model.decoder_layers):
             self.cache.update(i, layout, *layer.keys_values(context, cos, sin))
-        self.newest[layout.first_row : layout.first_row + layout.num_rows] = context[newest]
+        self.keep(layout, context, kept)
 
     def propose(
         self,

@@ -102,7 +102,6 @@ class DraftModel(TokenByToken):
     """Drafts x_1 .. x_K with K forwards of a causal LM; every forward serves all running requests."""
 
     hidden_layers: tuple[int, ...] = ()
-    max_depth = 64
 
     def __init__(self, model: Any, max_rows: int, max_length: int, target_vocabulary: int) -> None:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
@@ -126,7 +125,7 @@ class DraftModel(TokenByToken):
         if model is None or isinstance(model, TinyLlama) or weights.is_drafter(model):
             model = cls._trained(config, llm)
         elif isinstance(model, nn.Module):
-            if not hasattr(model, "get_output_embeddings"):
+            if not models.is_causal_lm(model):
                 raise ValueError(f"speculative_config['model'] is {type(model).__name__}; give a causal LM")
             if model.device != llm.model.device:
                 raise ValueError(

@@ -54,15 +54,14 @@ class EagleDrafter(TokenByToken, TrainedDrafter):
 
     def enter(self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None) -> None:
         nothing = self.newest.new_zeros(layout.num_rows, self.newest.shape[1])
-        self._process(layout, tokens, hidden, nothing, layout.last)
+        self._process(layout, tokens, hidden, nothing, [len(own) for own in tokens])
 
     def extend(
         self, layout: Layout, tokens: Sequence[Sequence[int]], hidden: Tensor | None, kept: Sequence[int]
     ) -> None:
         # rejected tokens are written too: they lie behind every later position until they are overwritten
-        newest = layout.first + torch.tensor(kept, device=layout.first.device) - 1
         before = self.newest[layout.first_row : layout.first_row + layout.num_rows]
-        self._process(layout, tokens, hidden, before, newest)
+        self._process(layout, tokens, hidden, before, kept)
 
     def _process(
         self,
@@ -70,14 +69,14 @@ class EagleDrafter(TokenByToken, TrainedDrafter):
         tokens: Sequence[Sequence[int]],
         hidden: Tensor | None,
         before: Tensor,  # [R, D] the state in front of each row's first token
-        newest: Tensor,  # [R] packed index of each row's last final token
+        kept: Sequence[int],  # [R] final tokens of each row
     ) -> None:
         assert hidden is not None  # `hidden_layers` asks for the states
         ids = torch.tensor(list(itertools.chain.from_iterable(tokens)), device=hidden.device)  # [T]
         context = self.model.context(hidden)  # [T, D]
         states = context.roll(1, dims=0).index_copy(0, layout.first, before)  # [T, D] one position earlier
         self.write(layout, self.embedding(ids), states)
-        self.newest[layout.first_row : layout.first_row + layout.num_rows] = context[newest]
+        self.keep(layout, context, kept)
 
     def write(self, layout: Layout, embedded: Tensor, states: Tensor) -> None:
         """Keys and values of entries built from the target's states [T, D]."""

@@ -73,7 +73,6 @@ class LayerSkip(TokenByToken):
     """Drafts x_1 .. x_K with K forwards of the target's first layers; every forward serves all running requests."""
 
     hidden_layers: tuple[int, ...] = ()
-    max_depth = 64
 
     def __init__(self, model: Any, num_layers: int | None, max_length: int) -> None:
         self.truncated, self.max_length = truncated(model, num_layers), max_length

@@ -160,7 +160,7 @@ class TrainedDrafter:
         self.vocab_ids = self.model.vocab_ids.to(weights.device)  # [V_d]
         self.head = weights[self.vocab_ids].detach()  # [V_d, D]
         self.hidden_layers = tuple(model.config.target_layers)
-        self.max_length, self.max_depth = max_length, model.config.depth
+        self.max_length = max_length
         self.cache = KVCache(max_rows, max_length + model.config.depth)
         # [rows, D] the context vector in front of each request's pending token
         self.newest = torch.zeros(max_rows, model.config.hidden_size, device=weights.device, dtype=weights.dtype)
@@ -217,6 +217,12 @@ class TrainedDrafter:
         enough: Enough | None = None,
     ) -> DraftProposal:
         raise NotImplementedError
+
+    def keep(self, layout: Layout, context: Tensor, kept: Sequence[int]) -> None:
+        """Remember each row's state at its last final token; context [T, D] are those of a chunk's tokens."""
+        last = layout.first + torch.tensor(kept, device=layout.first.device) - 1  # [R]
+        own = self.newest[layout.first_row : layout.first_row + layout.num_rows]
+        own.copy_(torch.where((last >= layout.first)[:, None], context[last.clamp_min(0)], own))
 
     def clear(self) -> None:
         self.cache.clear()

@@ -31,7 +31,7 @@ def shipped(method: str) -> Path:
 def is_drafter(folder: Any) -> bool:
     """Whether a folder holds a drafter that `save` wrote: only then does its `config.json` name a method."""
     try:
-        return "method" in json.loads((Path(folder) / "config.json").read_bytes())
+        return "method" in json.loads((Path(folder).expanduser() / "config.json").read_bytes())
     except (OSError, TypeError, ValueError):
         return False
 
@@ -72,7 +72,7 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
         raise ValueError(
             f"speculative_config['model'] is {type(config.model).__name__}; method {method!r} takes a folder or None"
         )
-    folder = Path(config.model) if config.model is not None else shipped(method)
+    folder = Path(config.model).expanduser() if config.model is not None else shipped(method)
     if config.model is None and llm.name != DEFAULT_TARGET:
         raise ValueError(
             f"no {method} drafter is shipped for {llm.name!r}, only for {DEFAULT_TARGET!r}; "

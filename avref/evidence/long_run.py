@@ -29,13 +29,14 @@ def growth(best: Floats, cost: Floats, tail: Floats, rate: float) -> int:
     """B slot by slot, looking ahead as `pruning.choose_budget` does, for tokens - rate * ms.
 
     best [N] live survivals, descending; cost [N+1] ms by B; tail [N] predicted survivals by rank. With B slots
-    admitted, the slots behind are predicted as t_j = m_j * min(s / m_{B+1}, 4); the next one is admitted when some
-    end e has t_{B+1} + ... + t_e above rate * (cost_e - cost_B). Like there, only s is read of the live survivals.
+    admitted, the slots behind the next are predicted as t_j = m_j * min(s / m_{B+1}, 4); the next one is admitted when
+    some end e has s + t_{B+2} + ... + t_e above rate * (cost_e - cost_B). Like there, only s is read of the live ones.
     """
     running = np.concatenate([[0.0], tail.cumsum()])
     for b in range(len(best)):
         scale = min(best[b] / tail[b], 4.0) if tail[b] > 0 else 0.0
-        if (scale * (running[b + 1 :] - running[b]) - rate * (cost[b + 1 :] - cost[b])).max() <= 1e-12:
+        tokens = best[b] + scale * (running[b + 1 :] - running[b + 1])
+        if (tokens - rate * (cost[b + 1 :] - cost[b])).max() <= 1e-12:
             return b
     return len(best)
 
