@@ -76,8 +76,8 @@ class SamplingParams:
     """How one request is sampled; names and meanings are vLLM's.
 
     temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off (top-k first, then top-p on what is left);
-    `seed` makes a request repeatable (None: from the LLM's seed and the request's number); generation ends at EOS
-    (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
+    `seed` makes a request repeatable (None: from the LLM's seed and the request's number; only its last 32 bits
+    count); generation ends at EOS (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
     """
 
     temperature: float = 1.0

@@ -200,7 +200,8 @@ class OnlineAcceptanceEstimator:
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
         """Pool the round over all ranks of a torch.distributed group, so that every rank refits alike.
 
-        Called once a round by every rank, empty ones too, just before the refit (`steps_until_refit` is 1).
+        Called once a round by every rank, empty ones too, just before the refit (`steps_until_refit` is 1). An `LLM`
+        does not call it: it refits by its own steps, and replicas that serve apart need not take equally many.
         `num_ignored`, which goes on over the rounds, stays each rank's own.
         Raises RuntimeError without an initialised process group, ValueError on every rank when coefficients differ.
         """

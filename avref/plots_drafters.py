@@ -201,7 +201,7 @@ def plot_overlaps(found: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], *, l
         style: Any = {"marker": "o", "markersize": 4, "label": name, **family_look(name)}
         position = np.arange(1, len(rate) + 1)
         left.plot(position, np.where(rows >= least, rate, np.nan), **style)
-        right.plot(position, rows / max(rows[0], 1e-9), **style)
+        right.plot(position, np.append(1.0, rate[:-1]).cumprod(), **style)  # the ends of answers hide no depth
     left.set(xlabel="draft position", ylabel="acceptance given\nan accepted prefix", ylim=(0, 1))
     right.set(xlabel="draft position", ylabel="share of blocks whose\ndrafts before it are accepted", ylim=(0, 1.02))
     left.xaxis.set_major_locator(FixedLocator(range(1, 65)))

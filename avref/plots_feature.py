@@ -141,8 +141,8 @@ def plot_coefficients(slopes: Sequence[float], intercepts: Sequence[float]) -> F
     f = np.linspace(-4, 8, 200)
     shapes = [(left, w, 0.0, f"slope {w:g}") for w in slopes]
     shapes += [(right, 0.5, b, f"intercept {b:+g}") for b in intercepts]
-    for i, (axes, w, b, label) in enumerate(shapes):
-        axes.plot(f, 1 / (1 + np.exp(-(w * f + b))), color=_CYCLE[i % len(slopes)], label=label)
+    for axes, w, b, label in shapes:
+        axes.plot(f, 1 / (1 + np.exp(-(w * f + b))), color=_CYCLE[len(axes.lines) % len(_CYCLE)], label=label)
     for axes in (left, right):
         axes.plot(f, 1 / (1 + np.exp(-f)), label="max q itself", **TRUTH)
         axes.set(xlabel="feature, log-odds of the top token")

@@ -231,10 +231,11 @@ def plot_long_run(studies: Mapping[str, Any]) -> Figure:
     for i, own in enumerate(studies["example"].values()):
         for j, (name, v) in enumerate(own.items()):
             label = {"best": "best pair of budgets"}.get(name, name) if i == 0 else None
-            exact.bar(i + (j - 1) * 0.26, v["to_ratio"], 0.24, color=colors[name], label=label)
-            exact.text(i + (j - 1) * 0.26, v["to_ratio"] + 0.004, f"{v['to_ratio']:.3f}", ha="center", fontsize=9)
+            exact.plot(i + (j - 1) * 0.26, v["to_ratio"], "o", markersize=9, color=colors[name], label=label)
+            exact.text(i + (j - 1) * 0.26, v["to_ratio"] + 0.012, f"{v['to_ratio']:.3f}", ha="center", fontsize=9)
     exact.set_xticks([0, 1], ["59 % of the steps\nare easy", "59 % of the tokens\nare easy"])
-    exact.set(ylim=(0.85, 1.06), ylabel="tokens/ms over the ratio's", title="Worked out exactly, one request")
+    exact.set(xlim=(-0.5, 1.5), ylim=(0.85, 1.06), ylabel="tokens/ms over the ratio's")
+    exact.set_title("Worked out exactly, one request")
     exact.legend(loc="upper center", ncols=3, fontsize=9)
     rows = studies.get("long_run") or []
     settings = list(dict.fromkeys((r["table"], r["requests"]) for r in rows))

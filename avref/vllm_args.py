@@ -9,6 +9,7 @@ acceptance_estimator.py). `VLLM_DEFAULTS` makes this package do the same.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -107,9 +108,8 @@ def vllm_args(
     if dtype is not None:
         one_of("dtype", dtype, VLLM_DTYPES)
     notes, differences, speculative = [], [], None
-    name = str(model)
-    if name == DEFAULT_TARGET:
-        name = HUB_TARGET
+    name = _hub_name(model)
+    if name != os.path.expanduser(model):
         notes.append(f"{DEFAULT_TARGET!r} here is a 4-bit copy of {HUB_TARGET}, whose full weights vLLM would load")
     argv = ["vllm", "serve", name]
     flags = {"--max-num-seqs": max_num_seqs, "--max-model-len": max_model_len, "--dtype": dtype}
@@ -121,6 +121,11 @@ def vllm_args(
         notes += more
         differences = list(_differences(config))
     return VllmArgs(argv, speculative, differences, notes)
+
+
+def _hub_name(model: str | Path) -> str:
+    """What vLLM finds the model by; a "~" is expanded here, as no shell does it inside quotes."""
+    return HUB_TARGET if str(model) == DEFAULT_TARGET else os.path.expanduser(model)
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -166,8 +171,8 @@ def _speculative(config: SpeculativeConfig) -> tuple[dict[str, Any], list[str]]:
         notes += [
             "vLLM measures its cost table when it starts, at 8192 cached tokens per request; if yours are far from "
             "that, set VLLM_ADAPTIVE_VERIFICATION_PROFILE_CONTEXT_LEN",
-            "adaptive verification in vLLM needs an attention backend for varying query lengths and full CUDA graphs "
-            "(no --enforce-eager), and excludes LoRA and pipeline parallelism",
+            "adaptive verification in vLLM needs the V2 model runner, an attention backend for varying query lengths "
+            "and full CUDA graphs (no --enforce-eager), and excludes LoRA and pipeline parallelism",
         ]
     return {key: value for key, value in values.items() if value is not None}, notes
 
@@ -178,7 +183,7 @@ def _drafter(config: SpeculativeConfig) -> tuple[str | None, list[str]]:
     if config.method == "ngram":
         return None, []
     if isinstance(model, (str, Path)) and not weights.is_drafter(model):
-        return str(model), []
+        return _hub_name(model), []
     if config.method == "mtp":
         return None, ["vLLM drafts with the mtp modules in the target's own checkpoint; modules trained here stay here"]
     what = (
@@ -207,7 +212,7 @@ def _differences(config: SpeculativeConfig) -> Iterator[Difference]:
         yield Difference("budget_rule", config.budget_rule, "the best budget by the previous step's survivals", "stale")
     if has_budget and config.adaptive_drafting:
         yield Difference("adaptive_drafting", True, "every step drafts num_speculative_tokens", False)
-    if config.confidence in ("auto", "estimator"):
+    if config.confidence in ("auto", "estimator") and config.method != "dspark":  # there a head decides
         if config.probe_interval:
             yield Difference("probe_interval", config.probe_interval, "no probes", 0)
         yield from _estimator_differences(config.estimator)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.browser, pytest.mark.slow]
+pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight stay in the page

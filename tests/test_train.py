@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from transformers import GraniteConfig
 
 from avref import LLM, SamplingParams
 from avref.drafters import weights
 from avref.drafters.dflash import DFlashDrafter, DFlashModel
 from avref.drafters.layers import DrafterConfig
 from avref.evidence import traces
+from avref.files import load_tensors
 from avref.layout import Layout
 from avref.packed import PackedModel, plain_attention
-from avref.train import FAMILIES, evaluate, family
+from avref.train import FAMILIES, command, evaluate, family
+from avref.train import data as data_module
 from avref.train.blocks import Batch, Drafts, loss_and_overlap, make_batch, nucleus
 from avref.train.data import Recorder, Sequences, label, record
 from avref.train.dflash import block_states, forward, start
@@ -223,6 +227,83 @@ def test_saved_weights_load_and_damaged_ones_are_refused(target: Any, tmp_path: 
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(RuntimeError, match="damaged"):
         weights.load(llm.config, llm, DrafterConfig, DFlashModel)
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target as the command line takes it, of three layers instead of thirty."""
+    path = tmp_path_factory.mktemp("target")
+    tiny.llama(num_hidden_layers=3).save_pretrained(path)
+    tiny.tokenizer([f"w{i}" for i in range(tiny.VOCAB)]).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(("method", "layers"), [("dflash", (0, 1, 2, 3)), ("mtp", (2, 3)), ("draft_model", ())])
+def test_the_command_from_a_name_to_a_drafter_that_loads(
+    method: str, layers: tuple[int, ...], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything `python -m avref train` does, twice: the second time nothing is recorded or trained again."""
+    monkeypatch.setattr(command, "SAMPLING", replace(command.SAMPLING, max_tokens=12))
+    monkeypatch.setattr(command, "HELD_OUT", {"per_workload": 1, "max_tokens": 6})
+    small = {"num_layers": min(2, command.SETTINGS[method].num_layers), "vocab_size": 40, "checkpoint_every": 2}
+    if method == "mtp":
+        small["depth"] = 2
+    monkeypatch.setitem(command.SETTINGS, method, replace(command.SETTINGS[method], **small))
+    monkeypatch.setattr(data_module, "tqdm", lambda items, **_: items)
+    folder = command.run(method, named, tmp_path, num_prompts=10, num_texts=3, steps=4)
+    shards = {p: p.stat().st_mtime_ns for p in (tmp_path / "shards").glob("shard-*")}
+    assert len(shards) == 2 and json.loads((folder / "config.json").read_text()).get("target_layers", []) == list(
+        layers
+    )
+    card = (folder / "card.md").read_text()
+    assert "10 answers sampled from the target itself" in card and "3 pieces of text" in card
+    config = {"method": method, "model": str(folder), "num_speculative_tokens": 2}
+    out = LLM(named, config, max_num_seqs=2, max_model_len=64).generate([[3, 4, 5]], SamplingParams(max_tokens=6))
+    assert out[0].outputs[0].token_ids
+    before, _ = load_tensors(folder / "model.safetensors", "")
+    assert command.run(method, named, tmp_path, num_prompts=10, num_texts=3, steps=4) == folder
+    after, _ = load_tensors(folder / "model.safetensors", "")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert shards == {p: p.stat().st_mtime_ns for p in (tmp_path / "shards").glob("shard-*")}
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"), [(30, (0, 8, 16, 24, 29, 30)), (32, (0, 9, 17, 26, 31, 32)), (2, (0, 1, 2))]
+)
+def test_layers_of_another_target(last: int, expected: tuple[int, ...]) -> None:
+    assert command.layers_of(last, command.SETTINGS["dflash"].target_layers) == expected
+    assert command.layers_of(last, (29, 30)) == (last - 1, last) and command.layers_of(last, ()) == ()
+
+
+@pytest.mark.parametrize("scale", [{}, {"logits_scaling": 8.0}])
+def test_targets_that_scale_their_logits_are_refused(scale: dict[str, float]) -> None:
+    """The labels are the head on the last state: of a target that divides them, training would teach another law."""
+    target = tiny.build(GraniteConfig(**tiny.SHAPE, **scale)) if scale else tiny.llama()
+    llm = LLM(target, max_num_seqs=1, max_model_len=32)
+    if scale:
+        with pytest.raises(ValueError, match="scales or caps the logits of its head, and training is not written"):
+            command.first_state_is_the_embedding(llm)
+    else:
+        assert command.first_state_is_the_embedding(llm)
+
+
+def test_answers_are_recorded_alike_in_one_go_and_in_parts(target: Any, tmp_path: Path) -> None:
+    """A run that was stopped, a longer one, and a shard that was deleted give the answers of a run in one go."""
+
+    def build(folder: str, count: int) -> list[list[int]]:
+        llm = LLM(target, max_num_seqs=4, max_model_len=64)
+        llm.prompt_ids = lambda texts: texts
+        paths = data_module.build_shards(
+            llm, Recorder(LAYERS), [[3, 4 + i] for i in range(count)], SAMPLED, tmp_path / folder, per_shard=4
+        )
+        return [ids.tolist() for ids in Sequences.load(*paths).ids]
+
+    whole = build("whole", 11)
+    assert sorted(build("parts", 6)) == sorted(ids for ids in whole if ids[1] < 10)
+    assert build("parts", 11) == whole  # the short shard is made again
+    (tmp_path / "parts" / "shard-001.safetensors").unlink()
+    assert build("parts", 11) == whole
+    assert build("parts", 4) == whole[:4]  # what was not asked for is not read
 
 
 def test_unknown_families_are_refused_by_name() -> None:

@@ -58,13 +58,29 @@ def test_what_is_read_back_is_what_was_configured(method, adaptive):
 
 
 @pytest.mark.parametrize(
-    "name", ["a folder/it's here", 'x"y', "$HOME/`id`", "back\\slash", "new\nline", "ü/モデル", "a;b&c|d>e*?~!#", "~/x"]
+    "name",
+    ["a folder/it's here", 'x"y', "$HOME/`id`", "back\\slash", "new\nline", "ü/モデル", "a;b&c|d>e*?~!#", "a~/x"],
 )
 def test_no_name_escapes_its_quotes(name):
     words = read_back(str(vllm_args({**CONFIG, "model": name}, name)))
     assert words[2] == name
     assert json.loads(flags(words)["--speculative-config"])["model"] == name
     assert shlex.split(str(vllm_args(None, name))) == ["vllm", "serve", name]
+
+
+def test_names_that_only_this_package_knows_become_those_that_vllm_finds(monkeypatch):
+    """ "~" is expanded by `LLM`, and by no shell inside quotes; the default target has a name on the hub."""
+    monkeypatch.setenv("HOME", "/home/me")
+    words = read_back(str(vllm_args({**CONFIG, "method": "draft_model", "model": "smollm2"}, "~/x")))
+    assert words[2] == "/home/me/x"
+    assert json.loads(flags(words)["--speculative-config"])["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_for_dspark_the_advice_is_the_head_and_no_estimator():
+    made = vllm_args({"method": "dspark", "num_speculative_tokens": 7, "enable_adaptive_verification": True}, "org/t")
+    likes = {d.key: d.like_vllm for d in made.differences if d.like_vllm is not None}
+    assert likes["confidence"] == "head" and not {"estimator", "probe_interval"} & likes.keys()
+    SpeculativeConfig.from_dict({"method": "dspark", "enable_adaptive_verification": True, **likes})
 
 
 def test_plain_decoding_has_no_speculative_config():

@@ -52,7 +52,8 @@ def write(
         f"- Data: {data}. No evaluation prompt is among them.",
         f"- Command: `{command}`",
         f"- Training: {curve[-1]['step']} steps of {settings.sequences} x {settings.blocks} blocks, "
-        f"{curve[-1]['minutes']:.0f} minutes on one thread of {machine['device']}, float32, seed {settings.seed}",
+        f"{curve[-1]['minutes']:.0f} minutes on {machine['threads']} threads of {machine['device']}, float32, seed "
+        f"{settings.seed}",
         f"- Size: {size:.1f} MB in bfloat16; embedding and head rows are the target's own and are not in the file.",
         f"- Settings: `{json.dumps(asdict(settings), default=str)}`",
         "",

@@ -15,6 +15,7 @@ import torch
 from avref.config import SamplingParams, whole
 from avref.drafters import weights
 from avref.llm import LLM
+from avref.packed import plain_attention
 from avref.train import card, family
 from avref.train.data import Recorder, Sequences, build_shards, build_text_shards
 from avref.train.evaluate import held_out_overlap
@@ -44,8 +45,9 @@ def run(
 ) -> Path:
     """Run all stages and return the folder of the trained drafter.
 
-    It holds `config.json`, `model.safetensors`, `curve.json`, `curve.png`, `held_out.json` and `card.md`. The recorded
-    data in `output/shards` serve every method. Raises ValueError for a method that no training is written for.
+    It holds `config.json`, `model.safetensors`, `curve.json`, `curve.png`, `held_out.json` and `card.md`. All of it is
+    done on the CPU. Raises ValueError for a method that no training is written for, a target whose logits are not its
+    head on its last hidden state, and an `output` where another run was made.
     """
     trained = family(method)
     whole("prompts", num_prompts, 0)
@@ -54,17 +56,17 @@ def run(
         whole("steps", steps, 1)
     settings = replace(SETTINGS[method], init=init)
     settings = settings if steps is None else replace(settings, steps=steps)
-    llm = LLM(model, max_num_seqs=64, dtype="float32")
+    llm = LLM(model, max_num_seqs=64, device="cpu", dtype="float32")
     llm.model.requires_grad_(False)
     last = llm.model.config.get_text_config().num_hidden_layers
-    if max(settings.target_layers, default=0) > last:
-        settings = replace(settings, target_layers=tuple(sorted({last // 2, last * 4 // 5, last - 1, last})))
-    lookup = 0 in settings.target_layers and first_state_is_the_embedding(llm)
+    settings = replace(settings, target_layers=layers_of(last, settings.target_layers))
+    lookup = first_state_is_the_embedding(llm) and 0 in settings.target_layers
     recorded = tuple(sorted({*settings.target_layers[lookup:], last}))  # labels need the last one
-    shards = output / "shards"
-    build_text_shards(llm, recorded, python_texts(num_texts) if llm.tokenizer and num_texts else [], shards)
-    build_shards(llm, Recorder(recorded), training_prompts(num_prompts), SAMPLING, shards)
-    data = Sequences.load(shards, embedding=llm.model.get_input_embeddings() if lookup else None)
+    shards, texts = output / "shards", python_texts(num_texts) if llm.tokenizer and num_texts else []
+    paths = build_text_shards(llm, recorded, texts, shards)
+    # behind the texts: the last sequences are held out, and are to be the target's own
+    paths += build_shards(llm, Recorder(recorded), training_prompts(num_prompts), SAMPLING, shards)
+    data = Sequences.load(*paths, embedding=llm.model.get_input_embeddings() if lookup else None)
     data.keep_layers(recorded, settings.target_layers[lookup:])
     drafter = train(trained, llm.model, data, output, settings)
     folder = output / "out"
@@ -76,11 +78,13 @@ def run(
     curve: list[dict[str, Any]] = json.loads((output / "curve.json").read_text())
     parts = [f"python -m avref train {method} --model {llm.name} --prompts {num_prompts} --texts {num_texts}"]
     parts += [f"--steps {settings.steps}"] + ([f"--init {init}"] if init else [])
-    described = (
-        card.count_tokens(data, "sequences")
-        + f": answers sampled from the target itself at temperature {SAMPLING.temperature:g}, top-p {SAMPLING.top_p:g} "
-        "to prompts of `avref.train.prompts` (seed 0), and text that ships with Python, labelled by the target"
-    )
+    sources = [
+        f"{num_prompts:,} answers sampled from the target itself at temperature {SAMPLING.temperature:g}, top-p "
+        f"{SAMPLING.top_p:g} to prompts of `avref.train.prompts` (seed 0)",
+        f"{len(texts):,} pieces of text that ships with Python, labelled by the target",
+    ]
+    used = [source for source, count in zip(sources, (num_prompts, len(texts)), strict=True) if count]
+    described = f"{card.count_tokens(data, 'sequences')}, some held out for the curve: {' and '.join(used)}"
     per, tokens = HELD_OUT["per_workload"], HELD_OUT["max_tokens"]
     card.write(
         folder,
@@ -97,13 +101,29 @@ def run(
     return folder
 
 
+def layers_of(last: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Hidden states of a target of `last` layers that stand where `layers` do in the default target, which has 30.
+
+    The embedding (0) and the last two keep their places at the ends; the others are spread alike.
+    """
+    places = {n and (last - (30 - n) if n >= 29 else round(n * last / 30)) for n in layers}
+    return tuple(sorted({max(0, n) for n in places}))
+
+
 @torch.inference_mode()
 def first_state_is_the_embedding(llm: LLM) -> bool:
-    """Whether the target's hidden state 0 is a plain lookup, which then need not be recorded."""
+    """Whether the target's hidden state 0 is a plain lookup, which then need not be recorded.
+
+    Raises ValueError when its logits are more than its head on the last hidden state (Granite and Cohere scale them,
+    Gemma 2 caps them): the labels would be wrong.
+    """
     ids = torch.arange(min(8, llm.vocab_size), device=llm.device)[None]
-    out = (
-        llm.model.model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        if hasattr(llm.model, "model")
-        else None
-    )
-    return out is not None and torch.equal(out.hidden_states[0], llm.model.get_input_embeddings()(ids))
+    with plain_attention(llm.model):
+        out = llm.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    logits = llm.model.get_output_embeddings()(out.hidden_states[-1])
+    if not torch.allclose(out.logits, logits, atol=1e-3, rtol=1e-3):
+        raise ValueError(
+            f"{llm.name} scales or caps the logits of its head, and training is not written for that: use a drafter "
+            "without training (ngram, layer_skip, or draft_model with a smaller model of the same family)"
+        )
+    return torch.equal(out.hidden_states[0], llm.model.get_input_embeddings()(ids))

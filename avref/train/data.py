@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -29,7 +31,7 @@ TOP = 128  # target probabilities kept per position; the rest is folded into the
 class Recorder:
     """Keeps the target's hidden states of every running request; a drafter that makes no drafts."""
 
-    max_length = max_depth = 0
+    max_length = 0
 
     def __init__(self, hidden_layers: Sequence[int]) -> None:
         self.hidden_layers = tuple(hidden_layers)
@@ -55,7 +57,7 @@ class Recorder:
 
 
 def collect(
-    llm: Any, recorder: Recorder, prompts: Sequence[Sequence[int]], params: SamplingParams
+    llm: Any, recorder: Recorder, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[tuple[list[int], int, Tensor]]:
     """Sample one answer per prompt -> (ids, prompt length, hidden [len(ids) - 1, n D]) for each.
 
@@ -87,7 +89,9 @@ def label(model: Any, final_hidden: Tensor, chunk: int = 512, count: int = TOP) 
     return torch.cat(ids), torch.cat(logs)
 
 
-def record(llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams) -> dict[str, Tensor]:
+def record(
+    llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams]
+) -> dict[str, Tensor]:
     """Sample one answer per prompt and return a shard: everything laid end to end, in order of finishing.
 
     ids [sum n], lengths [N], prompt_lengths [N], hidden [sum (n - 1), n_layers D] bfloat16, and the target's most
@@ -139,21 +143,26 @@ def record_texts(
 
 def build_shards(
     llm: Any, recorder: Recorder, prompts: Sequence[str], params: SamplingParams, folder: Path, per_shard: int = 128
-) -> None:
+) -> list[Path]:
     """Write the missing shards of sampled answers; a run that was stopped loses at most the one in progress.
 
-    Raises ValueError for a folder that holds shards of another target or of other layers.
+    Each answer has a seed of its own, so that a run in parts records what one in a single go does. Returns the files
+    in order. Raises ValueError for a folder that holds shards of another target or of other layers.
     """
+
+    def make(start: int, part: Sequence[str]) -> dict[str, Tensor]:
+        return record(llm, recorder, part, [replace(params, seed=start + i) for i in range(len(part))])
+
     _check_origin(llm, recorder.hidden_layers, folder)
-    _build(folder, "shard", prompts, per_shard, lambda part: record(llm, recorder, part, params))
+    return _build(folder, "shard", prompts, per_shard, make, asdict(params))
 
 
 def build_text_shards(
     llm: Any, hidden_layers: Sequence[int], texts: Sequence[str], folder: Path, per_shard: int = 256
-) -> None:
-    """Write the shards of read texts that are missing; ValueError as for `build_shards`."""
+) -> list[Path]:
+    """Write the shards of read texts that are missing; as `build_shards`."""
     _check_origin(llm, hidden_layers, folder)
-    _build(folder, "shard-text", texts, per_shard, lambda part: record_texts(llm, hidden_layers, part))
+    return _build(folder, "shard-text", texts, per_shard, lambda _, part: record_texts(llm, hidden_layers, part), {})
 
 
 def _check_origin(llm: Any, hidden_layers: Sequence[int], folder: Path) -> None:
@@ -175,12 +184,27 @@ def _build(
     name: str,
     items: Sequence[str],
     per_shard: int,
-    make: Callable[[Sequence[str]], dict[str, Tensor]],
-) -> None:
+    make: Callable[[int, Sequence[str]], dict[str, Tensor]],
+    settings: Mapping[str, Any],
+) -> list[Path]:
+    """Shards of `make(start, part)`; one that was made from the same part of `items` and `settings` is kept."""
+    paths = []
     for number, start in enumerate(tqdm(range(0, len(items), per_shard), desc=name, unit="shard")):
-        path = folder / f"{name}-{number:03d}.safetensors"
-        if not path.is_file():
-            save_tensors(make(items[start : start + per_shard]), path)
+        part = items[start : start + per_shard]
+        paths.append(folder / f"{name}-{number:03d}.safetensors")
+        source = hashlib.sha256(json.dumps([start, list(part), settings]).encode()).hexdigest()
+        if not paths[-1].is_file() or _source(paths[-1]) not in (source, None):
+            save_tensors(make(start, part), paths[-1], source=source)
+    return paths
+
+
+def _source(path: Path) -> str | None:
+    """What a shard was made from, read without its tensors; None for a damaged one, which is refused when loaded."""
+    try:
+        with safe_open(path, "pt") as file:
+            return str(json.loads((file.metadata() or {}).get("metadata", "{}")).get("source", ""))
+    except (OSError, SafetensorError, ValueError):
+        return None
 
 
 class Sequences:
@@ -210,9 +234,10 @@ class Sequences:
             raise ValueError("no recorded sequences: sample some first")
 
     @classmethod
-    def load(cls, *folders: Path, embedding: Any = None) -> Sequences:
-        """All shards in some folders; RuntimeError for a damaged one."""
-        paths = [path for folder in folders for path in sorted(folder.glob("shard-*.safetensors"))]
+    def load(cls, *places: Path, embedding: Any = None) -> Sequences:
+        """Shards, and all shards in folders, in this order; RuntimeError for a damaged one."""
+        inside = "shard-*.safetensors"
+        paths = [path for p in places for path in (sorted(p.glob(inside)) if p.is_dir() else [p])]
         remedy = "delete it, and the next run records it again"
         return cls((load_tensors(path, remedy)[0] for path in paths), embedding)
 
@@ -246,10 +271,14 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def frequent_ids(self, count: int, always: Sequence[int], vocabulary: int) -> Tensor:
-        """The `count` ids with the most target probability in the data (sorted), the ones in `always` among them."""
+    def frequent_ids(self, count: int, always: Sequence[int], vocabulary: int, upto: int | None = None) -> Tensor:
+        """The `count` ids with the most target probability in the first `upto` sequences (default: all), sorted.
+
+        Those in `always` are among them.
+        """
         mass = torch.zeros(vocabulary)
-        for ids, logs, start in zip(self.top_ids, self.top_logs, self.prompt_lengths, strict=True):
+        rows = zip(self.top_ids[:upto], self.top_logs[:upto], self.prompt_lengths[:upto], strict=True)
+        for ids, logs, start in rows:
             mass.index_add_(0, ids[start - 1 :].flatten().long(), logs[start - 1 :].float().exp().flatten())
         mass[list(always)] = float("inf")
         return mass.topk(count).indices.sort().values

@@ -63,8 +63,9 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     """
     vocabulary = target.get_output_embeddings().weight.shape[0]
     torch.manual_seed(s.seed)
-    eos = [t for t in [target.config.eos_token_id] if isinstance(t, int)]
-    vocab_ids = data.frequent_ids(min(s.vocab_size, vocabulary), eos, vocabulary)
+    validation = min(validation, len(data) // 8)
+    count = min(s.vocab_size, vocabulary)
+    vocab_ids = data.frequent_ids(count, _ends(target), vocabulary, len(data) - validation)
     model = family.start(target, s, vocab_ids)
     if s.init is not None:
         vocab_ids = _take_over(model, s.init, vocab_ids)
@@ -74,9 +75,10 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = s.dropout
-    validation = min(validation, len(data) // 8)
     run = _run(family, target, data, s, validation)
     start, seconds, curve = _resume(folder, model, optimiser, run, s.steps)
+    if hasattr(model, "vocab_ids"):
+        vocab_ids = model.vocab_ids.long()  # a checkpoint's own, should `init` have changed since
     to_draft = torch.full((vocabulary,), -1)
     to_draft[vocab_ids] = torch.arange(len(vocab_ids))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[vocab_ids].detach()
@@ -124,6 +126,13 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             write_text(folder / "curve.json", json.dumps(curve))  # first: behind a checkpoint it is never missing
             _checkpoint(folder, model, optimiser, run=run, step=step + 1, seconds=seconds, curve=curve)
     return model.eval()
+
+
+def _ends(target: Any) -> list[int]:
+    """Ids that end an answer, which every drafter must be able to draft."""
+    configured = [getattr(c, "eos_token_id", None) for c in (target.config, getattr(target, "generation_config", None))]
+    flat = [t for ids in configured for t in (ids if isinstance(ids, (list, tuple)) else [ids])]
+    return sorted({t for t in flat if t is not None})
 
 
 def _take_over(model: nn.Module, folder: Path, vocab_ids: Tensor) -> Tensor:
