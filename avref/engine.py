@@ -166,7 +166,7 @@ class Engine:
         # [R, 2K + 2]: K to draft with, K to accept with, one for the residual or bonus token
         uniforms = fresh_uniforms(requests, 2 * self.num_positions + 2, device)
         if max(capacity) or max(len(r.owed) for r in requests) >= MOST_OWED:
-            self._catch_up()
+            self.catch_up()
         self.watch.lap("other")
 
         decision = self._decision(capacity, temperature)
@@ -212,7 +212,8 @@ class Engine:
         self._count(drafted, admitted, graded_accepted, graded_verified)
         self.step_count += 1
 
-    def _catch_up(self) -> None:
+    @torch.inference_mode()
+    def catch_up(self) -> None:
         """Show the drafter what steps without drafts have left: one call for many steps costs little more than for one.
 
         As long as not drafting is best, a drafter's upkeep in every step would be most of what speculation costs.

@@ -49,12 +49,12 @@ def check_frontier(frontier: Callable[[list[tuple[float, float]]], Any]) -> bool
 def check_verdict(verdict: Callable[[float, float, float], Any]) -> bool:
     """Exercise 3: `verdict(low, high, above)` -> what an interval says about the claim "more than `above`".
 
-    "confirmed" when all of it lies above, "the opposite" when none of it does, else "within the noise".
+    "confirmed" when all of it lies above, "clearly not" when none of it does, else "within the noise".
     """
     for low, high, above, right in (
         (1.02, 1.10, 1.0, "confirmed"),
         (0.99, 1.10, 1.0, "within the noise"),
-        (0.90, 1.0, 1.0, "the opposite"),
+        (0.90, 1.0, 1.0, "clearly not"),
         (0.90, 1.01, 1.0, "within the noise"),
         (1.0, 1.2, 1.0, "within the noise"),
         (0.98, 0.99, 0.97, "confirmed"),

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from avref.plot_arms import arm_name
-from avref.plot_style import POLICY_COLORS, STYLE, new_figure
+from avref.plot_arms import arm_look, arm_name
+from avref.plot_style import STYLE, new_figure
 from avref.stats import Stats
 
 _ABOVE: Any = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "fontsize": 9, "columnspacing": 1.2}
@@ -44,7 +44,7 @@ def _draw_speed(axes: Axes, rows: list[dict[str, Any]]) -> None:
         x = np.arange(len(concurrencies)) + (i - (len(arms) - 1) / 2) * width
         y = np.array([r["speedup"] for r in own])
         low, high = np.array([r["speedup_range"] for r in own]).T
-        axes.bar(x, y, width * 0.92, color=POLICY_COLORS[arm], label=arm_name(arm))
+        axes.bar(x, y, width * 0.92, color=arm_look(arm)["color"], label=arm_name(arm))
         if (high > low).any():
             axes.errorbar(x, y, [y - low, high - y], fmt="none", ecolor="#333333", elinewidth=0.9, capsize=2)
         for place, value, end in zip(x, y, high, strict=True):
@@ -60,11 +60,12 @@ def _draw_speed(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def _draw_shares(axes: Axes, rows: list[dict[str, Any]]) -> None:
     largest = max(r["concurrency"] for r in rows)
+    deepest = list(dict.fromkeys(r["arm"] for r in rows))[-2:]  # the longest fixed length, and adaptive
     for r in rows:
-        if r["concurrency"] != largest or r["arm"] not in ("fixed-7", "adaptive-7"):
+        if r["concurrency"] != largest or r["arm"] not in deepest:
             continue
         drafted = np.maximum(1, r["drafted_by_position"])
-        k, color = np.arange(1, len(drafted) + 1), POLICY_COLORS[r["arm"]]
+        k, color = np.arange(1, len(drafted) + 1), arm_look(r["arm"])["color"]
         for count, marker, line in (("verified", "o", "-"), ("accepted", "s", ":")):
             share = np.array(r[f"{count}_by_position"]) / drafted
             axes.plot(k, share, color=color, marker=marker, linestyle=line, label=f"{count}, {arm_name(r['arm'])}")

@@ -106,7 +106,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     setting = {**describe(llm), "context": context, "max_num_seqs": llm.engine.max_num_seqs, "repeats": repeats}
     setting |= {
         "depths": draft_depths(llm.engine.num_positions),
-        "steps": "uneven, parts, contexts; plain ones apart and often; drift taken out; head rows padded",
+        "steps": "uneven, parts, contexts; plain ones apart and often; drift taken out; head rows padded; caught up",
     }
     if llm.config:
         names = ("draft_sample_method", "confidence", "feature", "adaptive_drafting")
@@ -211,6 +211,7 @@ def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int
             if fits == 0:
                 fits = _refill(engine, llm, num_requests, depth, context)
             engine.override, engine.fixed_depth = _uneven(b, depth, num_requests), drafted
+            engine.catch_up()  # what earlier steps without drafts have left is not this step's
             before = engine.watch.read()
             engine.step()
             after = engine.watch.read()

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from avref import arms, profiling, workloads
 from avref.arms import Run
 from avref.config import METHODS, one_of
-from avref.evidence.bench_setting import check_room
+from avref.evidence.bench_setting import check_room, depth_of
 from avref.files import write_text
 from avref.llm import LLM
 
@@ -27,10 +27,12 @@ FIXED = (1, 3, 7)
 def make_arms(base: LLM, method: str, drafter: Any, max_num_seqs: int, depth: int = 7) -> dict[str, LLM]:
     """`none`, `fixed-1`, `fixed-3`, `fixed-7` and `adaptive-7`, all on the same loaded target.
 
-    Every arm has a cache of its own.
+    Every arm has a cache of its own. A drafter that was trained for fewer positions (mtp: 5) takes the place of 7.
     """
+    depth = depth_of(method, drafter, depth)
     configs: dict[str, Any] = {"none": None}
-    configs |= {f"fixed-{k}": arms.speculative(method, drafter, k, adaptive=False) for k in FIXED if k <= depth}
+    lengths = (*(k for k in FIXED if k < depth), depth)
+    configs |= {f"fixed-{k}": arms.speculative(method, drafter, k, adaptive=False) for k in lengths}
     configs[f"adaptive-{depth}"] = arms.speculative(method, drafter, depth, adaptive=True)
     return {name: arms.build(base, config, max_num_seqs) for name, config in configs.items()}
 
@@ -67,7 +69,7 @@ def quickstart(
     prompts = base.prompt_ids(workloads.mix())
     check_room(base, prompts, max_tokens)
     llms = make_arms(base, method, drafter, max(concurrency))
-    adaptive = llms["adaptive-7"]
+    *_, (name, adaptive) = llms.items()
     adaptive.cost_table = profiling.load_or_profile(adaptive)
     warm = base.prompt_ids(workloads.load("warmup"))
     together = min(arms.WARMUP_CONCURRENCY, max(concurrency))
@@ -82,14 +84,14 @@ def quickstart(
     for repeat, c in tqdm(jobs, desc="measuring", unit="race", disable=not progress, dynamic_ncols=True):
         count = max(5, c + c // 2)  # some enter when others leave
         own = arms.chosen(prompts, count, repeat), arms.params(count, max_tokens, 1000 * repeat)
-        racing = {name: llms[name] for name in arms.rotate(list(llms), repeat)}
-        for name, run in arms.race(racing, *own, c).items():
-            runs.setdefault((c, name), []).append(run)
+        racing = {arm: llms[arm] for arm in arms.rotate(list(llms), repeat)}
+        for arm, run in arms.race(racing, *own, c).items():
+            runs.setdefault((c, arm), []).append(run)
     plain = {c: [run.tokens_per_s for run in runs[c, "none"]] for c in concurrency}
     assert adaptive.cost_table is not None
     return {
-        "rows": [arms.row(c, name, runs[c, name], plain[c]) for c in concurrency for name in llms],
-        "cold": arms.row(together, "adaptive-7", [cold_run], None),
+        "rows": [arms.row(c, arm, runs[c, arm], plain[c]) for c in concurrency for arm in llms],
+        "cold": arms.row(together, name, [cold_run], None),
         "warm_up": {
             "refits": arms.WARMUP_REFITS,
             "steps": warm_steps,
@@ -120,7 +122,7 @@ def table(result: dict[str, Any]) -> str:
         speed = [f"{r['tokens_per_s']:.0f}", "{:.0f} - {:.0f}".format(*r["tokens_per_s_range"]), f"{r['speedup']:.2f}"]
         counts = [f"{r['tokens_per_forward']:.1f}", f"{r['tokens_per_request_step']:.2f}"]
         lines.append([r["concurrency"], r["arm"], *speed, *counts, f"{r['verified_per_step']:.1f}"])
-        if r["arm"] in ("fixed-7", "adaptive-7"):
+        if r["arm"] in _deepest(result["rows"]):
             pairs = zip(r["accepted_by_position"], r["graded_by_position"], strict=True)
             own = "  ".join(f"{accepted}/{graded}" for accepted, graded in pairs)
             shares.append(f"  {r['concurrency']:>3} requests, {r['arm']:<10}  {own}")
@@ -137,10 +139,15 @@ def table(result: dict[str, Any]) -> str:
             *shares,
             *_fitted(est),
             f"  warmed up on the warm-up prompts: {w['steps']} steps, {w['seconds']:.0f} s",
-            f"  cold (before any refit, {cold['concurrency']} requests): {cold['tokens_per_s']:.0f} tokens/s, "
+            f"  cold (nothing learned before, {cold['concurrency']} requests): {cold['tokens_per_s']:.0f} tokens/s, "
             f"{cold['verified_per_step']:.1f} drafts verified per step",
         ]
     )
+
+
+def _deepest(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The adaptive arm and the fixed one of the same length."""
+    return list(dict.fromkeys(r["arm"] for r in rows))[-2:]
 
 
 def _fitted(estimator: dict[str, Any] | None) -> list[str]:

@@ -1,6 +1,6 @@
 """`python -m avref selfcheck`: is the engine right, lossless and fast on this machine?
 
-Each figure stands beside its bar, in one report to paste into a bug report. Speed rows are ratios of medians, both
+Each figure stands beside its bar, in one report to paste into a bug report. Speed rows are ratios (`avref.speed`), both
 sides interleaved in one process. On a CPU the CUDA rows stay empty.
 """
 

@@ -1,6 +1,7 @@
 """The speed rows of the self check: the packed forward, sampling, the method on the host, and the whole step.
 
-Every row is a ratio of medians of interleaved runs in one process, or a time in milliseconds, beside its bar.
+Every row is a ratio of medians of interleaved runs in one process (whole steps: the median of ratios within a repeat),
+or a time, beside its bar.
 """
 
 from __future__ import annotations
@@ -279,23 +280,24 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
                     unit="",
                 )
     arms = quickstart.make_arms(base, method, drafter, 32)
-    adaptive = arms["adaptive-7"]
+    names = list(arms)
+    *_, full, own = names  # the longest fixed length, and adaptive
+    adaptive = arms[own]
     adaptive.cost_table = profiling.load_or_profile(adaptive)
     warm = base.prompt_ids(workloads.load("warmup"))
     warm_up(adaptive, warm, 48, loads=(1, 8, 32))
     control = LLM(
         base.model,
-        {"method": method, "model": drafter, "num_speculative_tokens": 7},
+        {"method": method, "model": drafter, "num_speculative_tokens": adaptive.engine.num_positions},
         base.tokenizer,
         max_num_seqs=32,
         max_model_len=512,
     )
     control.engine.override = lambda capacity: 0
-    names = ["none", "fixed-1", "fixed-3", "fixed-7", "adaptive-7"]
     for concurrency, repeats in ((1, 5), (8, 3)):
         speeds = _speeds(base, arms, names, concurrency, repeats)
         best = max(names[:-1], key=lambda n: statistics.median(speeds[n]))
-        ratios = [a / b for a, b in zip(speeds["adaptive-7"], speeds[best], strict=True)]
+        ratios = [a / b for a, b in zip(speeds[own], speeds[best], strict=True)]
         yield Row(
             f"adaptive / best fixed choice ({best}), {concurrency} requests",
             statistics.median(ratios),
@@ -303,10 +305,10 @@ def speculative_rows(base: LLM, method: str, drafter: Any) -> Iterator[Row]:
             at_most=False,
         )
     arms["control"] = control
-    speeds = _speeds(base, arms, ["fixed-7", "control", "adaptive-7"], 32, 3)
-    bars: dict[str, float | None] = {"fixed-7": 1.5, "control": None}
+    speeds = _speeds(base, arms, [full, "control", own], 32, 3)
+    bars: dict[str, float | None] = {full: 1.5, "control": None}
     for other, bar32 in bars.items():
-        ratio = statistics.median(a / b for a, b in zip(speeds["adaptive-7"], speeds[other], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(speeds[own], speeds[other], strict=True))
         name = "draft everything, verify nothing" if other == "control" else other
         yield Row(f"adaptive / {name}, 32 requests", ratio, bar32, at_most=False)
 

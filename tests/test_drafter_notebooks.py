@@ -339,7 +339,7 @@ def frontier(points):
 
 
 def verdict(low, high, above):
-    return "confirmed" if low > above else "the opposite" if high <= above else "within the noise"
+    return "confirmed" if low > above else "clearly not" if high <= above else "within the noise"
 
 
 HOLDS = {
@@ -378,8 +378,8 @@ MISTAKES = [
         lambda points: [i for i, p in enumerate(points) if not any(a >= p[0] and b >= p[1] for a, b in points)],
     ),
     (e.check_frontier, lambda points: list(range(len(points)))),
-    (e.check_verdict, lambda low, high, above: "confirmed" if (low + high) / 2 > above else "the opposite"),
-    (e.check_verdict, lambda low, high, above: "confirmed" if low > above else "the opposite"),
+    (e.check_verdict, lambda low, high, above: "confirmed" if (low + high) / 2 > above else "clearly not"),
+    (e.check_verdict, lambda low, high, above: "confirmed" if low > above else "clearly not"),
     (e.check_what_follows, HOLDS | {"trimming saves drafting time": True}),
     (e.check_what_follows, dict.fromkeys(HOLDS, False)),
 ]

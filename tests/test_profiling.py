@@ -164,6 +164,24 @@ def test_too_few_positions_to_time_are_refused(tmp_path, monkeypatch):
     assert max(len(r.prompt_ids) for r in timed) <= 16
 
 
+def test_no_timed_step_pays_what_others_have_left(monkeypatch):
+    """A drafter that idled is shown what it missed before the next drafts; in a profile many steps would pay for it."""
+    target = tiny.llama()
+    config = {"method": "dflash", "model": tiny.dflash(target), "num_speculative_tokens": 3}
+    llm = LLM(target, {**config, "enable_adaptive_verification": True}, max_num_seqs=2, max_model_len=128)
+    owed, decode = {True: [], False: []}, Engine.decode
+
+    def watch(self):
+        if self.fixed_depth is not None:
+            owed[self.fixed_depth > 0].append(sum(len(r.owed) for r in self.running))
+        decode(self)
+        assert self.fixed_depth != 0 or all(r.owed for r in self.running)
+
+    monkeypatch.setattr(Engine, "decode", watch)
+    profiling.profile(llm, repeats=1)
+    assert set(owed[True]) == {0} and len(owed[False]) > 4
+
+
 def test_requests_that_run_are_not_profiled_away(tmp_path, monkeypatch):
     """Timing uses the caches of the LLM: whoever is in the middle of an answer would go on with another's."""
     monkeypatch.setenv("AVREF_CACHE", str(tmp_path))

@@ -150,7 +150,7 @@ class Runner:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             if llm.engine.depth is None:  # it shows its drafter every step, and one without drafts must not cost that
-                llm = arms.build(self.base, {**arm.config, "adaptive_drafting": True}, max_num_seqs)
+                llm = arms.build(self.base, {**(arm.config or {}), "adaptive_drafting": True}, max_num_seqs)
             profiling.load_or_profile(llm, again=True).save(path)
         return CostTable.load(path)
 

@@ -185,7 +185,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
             for arm, fit in fits.items()
         ]
     if result["refused"]:
-        lines += ["", f"The drafter lacks what the confidence reads: {', '.join(result['refused'])}."]
+        lines += ["", "Refused:", "", *(f"- {arm}: {why}" for arm, why in result["refused"].items())]
     if result["left"]:
         lines += ["", f"Not run for want of time ({len(result['left'])}):", ""]
         lines += [f"- {key}" for key in result["left"]]

@@ -38,7 +38,10 @@ def halves(prompts: str | Path | None) -> Halves:
         sets = {name: workloads.load(name) for name in workloads.NAMES}
     else:
         path = Path(prompts)
-        sets = {path.stem if path.suffix else str(prompts): prompt_sets.load(prompts)}
+        name = path.stem if path.suffix else str(prompts)
+        if name in (TUNING, MIX, *TOP_P):
+            raise ValueError(f"prompts is {str(prompts)!r}, and {name!r} means something else here: rename the file")
+        sets = {name: prompt_sets.load(prompts)}
     for name, texts in sets.items():
         if len(texts) < 2:
             raise ValueError(f"{name} holds {len(texts)} prompt; give at least 2: one half of them is reported")

@@ -62,7 +62,7 @@ def judged(
     if value.low != value.low:
         return Row(pair, ours, UNMEASURED, "too few drafts for an interval", value, details or {})
     outside = value.high <= above or value.low >= below
-    return Row(pair, ours, FAILED, "the opposite" if outside else "within the noise", value, details or {})
+    return Row(pair, ours, FAILED, "clearly not" if outside else "within the noise", value, details or {})
 
 
 _TEXTS = tomllib.loads((files("avref") / "data" / "claims.toml").read_text(encoding="utf-8"))

@@ -9,7 +9,9 @@ every case. What decides is the engine's own code (`estimator`, `pruning`, `budg
 Exact for parallel drafters: their block does not depend on which drafts were drawn. In a token-by-token drafter's block
 what lies behind the first rejection was drafted on another prefix than the recorded one. Those scores (all of them, so
 that they belong together) are taken from a row drawn from the whole trace; so are overlaps past an answer's end, where
-no token was recorded. Not replayed: prefill, and the growth of contexts.
+no token was recorded. An oracle knows the overlaps of the recorded prefix, which behind a rejection is not the drafted
+one. Not replayed: prefill, the growth of contexts, what a trained drafter is shown after steps without drafts, and an
+n-gram drafter's learning: its confidence is the one recorded, from verdicts on every draft.
 """
 
 from __future__ import annotations

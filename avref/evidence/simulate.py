@@ -99,7 +99,7 @@ def simulate(
             steps = max(1, int(effort * np.clip(REQUEST_STEPS // r, FEWEST, MOST)))
             start = warmed(policy, trace, learned)
             found[name] = measure(trace, table, start, r, second, num_steps=steps, warmup=first, seed=seed)
-        rows += [_row(name, found) for name in found]
+        rows += [_row(name, found) for name in found if "none" in found]  # else `left` says why
     if not rows:
         raise ValueError(f"nothing to simulate: {'; '.join(left)}")
     return {"trace": dict(trace.header), "table": _described(table), "rows": rows, "left_out": left}

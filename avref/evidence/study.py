@@ -28,6 +28,7 @@ from avref.files import write_text
 
 FAMILIES = (*METHODS, "dflash-greedy")
 FEWEST = 8  # held-out answers
+MOST_DRAFTS = 7  # that `hardware.measured` covers at its highest load
 
 
 def run(sources: Sequence[str | Path] = (), *, workers: int | None = None, effort: float = 1.0) -> dict[str, Any]:
@@ -43,6 +44,12 @@ def run(sources: Sequence[str | Path] = (), *, workers: int | None = None, effor
     if len(set(names)) < len(names):
         raise ValueError(f"two traces would have one name in the ledger: {', '.join(names)}")
     loaded = [traces.load(source) for source in chosen]  # what cannot be read is refused before anything is worked out
+    for name, trace in zip(names, loaded, strict=True):
+        if trace.num_positions > MOST_DRAFTS:
+            raise ValueError(
+                f"{name} holds {trace.num_positions} drafts a block, and the study's measured cost table ends at "
+                f"{MOST_DRAFTS}: record it again with --num-speculative-tokens {MOST_DRAFTS}"
+            )
     with_logits = next((s for s, t in zip(chosen, loaded, strict=True) if t.logit_q_max is not None), None)
     jobs = [(_once, with_logits, effort), *((_pair, source, effort) for source in chosen)]
     once, *pairs = _work(jobs, min(len(jobs), workers or os.cpu_count() or 1))
@@ -131,7 +138,8 @@ def _weak(row: Row, few: Mapping[str, int]) -> Row:
 # ---- output ----
 ABOUT = """\
 Each row is one pair: one recorded trace (`python -m avref trace`). Intervals are the middle 95 % over {resamples}
-resamples of whole answers, not of drafts; what was fitted before, and the company that a request had, is not resampled.
+resamples of whole answers, not of drafts ({refits} where each is fitted anew: slopes and coefficients; {waves} for the
+damping claim: read those as the range); what was fitted before, and the company that a request had, is not resampled.
 Intervals over three or four answers, all that a workload of a short trace holds out, are too narrow. Fits use the first
 half of each workload's prompts, numbers come from the second. The estimator is the one that serves.
 
@@ -145,7 +153,8 @@ nothing (ngram). What the engine itself does is measured by `python -m avref ben
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The ledger: a summary, then every claim with its rows, then the studies in numbers."""
-    lines = ["# The article's claims, measured", "", ABOUT.format(resamples=RESAMPLES), _described(result["traces"])]
+    about = ABOUT.format(resamples=RESAMPLES, refits=study_fits.REFITS, waves=study_fits.WAVES)
+    lines = ["# The article's claims, measured", "", about, _described(result["traces"])]
     if result["absent"]:
         lines += ["", f"No trace of: {', '.join(result['absent'])}. Claims that need them say so, or lack their rows."]
     summed = [[c["statement"], c["article"], c["verdict"]] for c in result["claims"]]

@@ -145,7 +145,7 @@ def tie(s: Sweep) -> Row:
     found = {r: estimate(g) for r, g in _gains(s, FULL, HEAD).items()}
     if not found:
         return absent(_label(s), TOO_FEW)
-    furthest = max(found.values(), key=lambda e: abs(e.value - 1))
+    furthest = max(found.values(), key=lambda e: max(1 - e.low, e.high - 1))
     ours = ", ".join(f"{r}: {e.text(2)}" for r, e in found.items())
     return judged(_label(s), ours, furthest, above=1 - TIE, below=1 + TIE)
 
@@ -160,9 +160,8 @@ def pareto(s: Sweep) -> Row:
         share[arm] = np.mean(np.logical_not(beaten), axis=0)
         where[arm] = [r for r, here in zip(s.arms, beaten, strict=True) if not here[0]]
     ours = "; ".join(f"{arm}: at {len(where[arm])} of {len(s.arms)} ({where[arm]})" for arm in share)
-    value = estimate(share[FULL])
-    verdict = CONFIRMED if value.value >= FRONTIER else FAILED
-    return Row(_label(s), ours, verdict, "", value, {"with adaptive drafting": estimate(share[ADAPTIVE])})
+    details = {"with adaptive drafting": estimate(share[ADAPTIVE])}
+    return judged(_label(s), ours, estimate(share[FULL]), above=FRONTIER - 1e-9, details=details)
 
 
 def smaller_fixed(s: Sweep) -> Row:

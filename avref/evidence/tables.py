@@ -46,15 +46,15 @@ def named(name: str, trace: Trace, max_requests: int = 64) -> CostTable:
         return hardware.gpu_roofline(name.upper(), target, small, max_requests=max_requests, **options)
     if not Path(name).is_file():
         raise ValueError(f"no cost table {name!r}: give one of {', '.join(TABLES)}, or a file that `profile` wrote")
-    return CostTable.load(name)
+    return drafting(CostTable.load(name), method, trace.num_positions)
 
 
 def drafting(table: CostTable, method: str, num_positions: int) -> CostTable:
     """A table profiled with a drafter of one pass per block, as another family would find it: draft_ms [R_max+1, K+1].
 
     dflash and dspark draft in that one pass. The others take one pass per draft, over R tokens instead of R K: charged
-    as the block pass of R / K requests; layer_skip's pass is a part of the target's forward; n-grams cost nothing. A
-    table by depth is left alone, but for n-grams.
+    as the block pass of R / K requests, K that of the table; layer_skip's pass is a part of the target's forward;
+    n-grams cost nothing. A table by depth is left alone, but for n-grams.
     """
     if table.draft_ms.ndim == 2 and method != "ngram":
         return table
@@ -62,7 +62,8 @@ def drafting(table: CostTable, method: str, num_positions: int) -> CostTable:
     if method == "layer_skip":
         one = SHARE * np.array([0.0, *(float(table.verify(r, r)) for r in requests[1:])])
     else:
-        one = np.array([table.draft(max(1, -(-int(r) // num_positions))) for r in requests])
+        block = int(table.metadata.get("num_speculative_tokens", num_positions))
+        one = np.array([table.draft(max(1, -(-int(r) // block))) for r in requests])
     depth = np.arange(num_positions + 1)
     if method in ONE_PASS:
         draft_ms = np.array([0.0, *(table.draft(r) for r in requests[1:])])[:, None] * (depth > 0)

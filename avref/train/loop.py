@@ -77,8 +77,8 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             module.p = s.dropout
     run = _run(family, target, data, s, validation)
     start, seconds, curve = _resume(folder, model, optimiser, run, s.steps)
-    if hasattr(model, "vocab_ids"):
-        vocab_ids = model.vocab_ids.long()  # a checkpoint's own, should `init` have changed since
+    if isinstance(own := getattr(model, "vocab_ids", None), Tensor):
+        vocab_ids = own.long()  # a checkpoint's, should `init` have changed since
     to_draft = torch.full((vocabulary,), -1)
     to_draft[vocab_ids] = torch.arange(len(vocab_ids))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[vocab_ids].detach()
