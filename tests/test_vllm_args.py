@@ -70,9 +70,9 @@ def test_no_name_escapes_its_quotes(name):
 
 def test_names_that_only_this_package_knows_become_those_that_vllm_finds(monkeypatch):
     """ "~" is expanded by `LLM`, and by no shell inside quotes; the default target has a name on the hub."""
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/mine")
     words = read_back(str(vllm_args({**CONFIG, "method": "draft_model", "model": "smollm2"}, "~/x")))
-    assert words[2] == "/home/me/x"
+    assert words[2] == "/mine/x"
     assert json.loads(flags(words)["--speculative-config"])["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
