@@ -65,6 +65,9 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+_VOCABULARIES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")  # files, one of which every tokenizer has
+
+
 def is_causal_lm(model: Any) -> bool:
     """Whether it is a loaded Hugging Face model with a head that gives logits (`AutoModel` loads one without)."""
     head = getattr(model, "get_output_embeddings", None)
@@ -114,6 +117,8 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
     if not path.is_dir() and not constants.HF_HUB_OFFLINE and not hub.reachable(constants.ENDPOINT):
         kwargs.setdefault("local_files_only", True)  # what is cached still loads, and the rest fails at once
     try:
+        if tokenizer and path.is_dir() and not any(next(path.glob(p), None) for p in _VOCABULARIES):
+            raise OSError("it holds no vocabulary")  # transformers 5.0 makes an empty tokenizer then
         return auto_class.from_pretrained(source, **{"trust_remote_code": False, **kwargs})
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         what, holds = ("the tokenizer in ", "tokenizer.json") if tokenizer else ("", "config.json and *.safetensors")
