@@ -181,6 +181,11 @@ def rotate(items: Sequence[Item], by: int) -> list[Item]:
     return [*items[by:], *items[:by]]
 
 
+def deepest(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of a quick start's rows, the longest fixed length and the adaptive arm: they come last."""
+    return list(dict.fromkeys(r["arm"] for r in rows))[-2:]
+
+
 def row(concurrency: int, arm: str, runs: Sequence[Run], plain: Sequence[float | None] | None) -> dict[str, Any]:
     """Medians and spread of one arm at one concurrency; counts are summed over repeats.
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from avref.arms import deepest
 from avref.plot_arms import arm_look, arm_name
 from avref.plot_style import STYLE, new_figure
 from avref.stats import Stats
@@ -60,9 +61,8 @@ def _draw_speed(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 def _draw_shares(axes: Axes, rows: list[dict[str, Any]]) -> None:
     largest = max(r["concurrency"] for r in rows)
-    deepest = list(dict.fromkeys(r["arm"] for r in rows))[-2:]  # the longest fixed length, and adaptive
     for r in rows:
-        if r["concurrency"] != largest or r["arm"] not in deepest:
+        if r["concurrency"] != largest or r["arm"] not in deepest(rows):
             continue
         drafted = np.maximum(1, r["drafted_by_position"])
         k, color = np.arange(1, len(drafted) + 1), arm_look(r["arm"])["color"]

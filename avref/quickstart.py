@@ -122,7 +122,7 @@ def table(result: dict[str, Any]) -> str:
         speed = [f"{r['tokens_per_s']:.0f}", "{:.0f} - {:.0f}".format(*r["tokens_per_s_range"]), f"{r['speedup']:.2f}"]
         counts = [f"{r['tokens_per_forward']:.1f}", f"{r['tokens_per_request_step']:.2f}"]
         lines.append([r["concurrency"], r["arm"], *speed, *counts, f"{r['verified_per_step']:.1f}"])
-        if r["arm"] in _deepest(result["rows"]):
+        if r["arm"] in arms.deepest(result["rows"]):
             pairs = zip(r["accepted_by_position"], r["graded_by_position"], strict=True)
             own = "  ".join(f"{accepted}/{graded}" for accepted, graded in pairs)
             shares.append(f"  {r['concurrency']:>3} requests, {r['arm']:<10}  {own}")
@@ -143,11 +143,6 @@ def table(result: dict[str, Any]) -> str:
             f"{cold['verified_per_step']:.1f} drafts verified per step",
         ]
     )
-
-
-def _deepest(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The adaptive arm and the fixed one of the same length."""
-    return list(dict.fromkeys(r["arm"] for r in rows))[-2:]
 
 
 def _fitted(estimator: dict[str, Any] | None) -> list[str]:

@@ -192,6 +192,14 @@ def test_a_killed_bench_goes_on_and_gives_the_same_table(fake, tmp_path):
     assert json.loads(journal.read_text().partition("\n")[0]) == {"settings": whole["settings"]}
 
 
+@pytest.mark.parametrize("name", ["tuning", "mix", "top-p 1"])
+def test_a_file_named_like_a_case_is_refused(name, tmp_path):
+    """Its prompts would take the place of those that settings are chosen on, or of the mix."""
+    (tmp_path / f"{name}.txt").write_text("one\n\ntwo\n\nthree\n")
+    with pytest.raises(ValueError, match="means something else here: rename the file"):
+        bench_setting.halves(tmp_path / f"{name}.txt")
+
+
 def test_other_settings_are_refused_and_more_repeats_are_not(fake, tmp_path):
     fake.bench(tmp_path, blocks=["workloads"], repeats=1)
     with pytest.raises(ValueError, match=r"max_tokens was 6, is 7"):
