@@ -109,13 +109,16 @@ def nucleus(logs: Tensor, top_p: float) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def loss_and_overlap(drafts: Drafts, batch: Batch, top_p: float) -> tuple[Tensor, Tensor]:
+def loss_and_overlap(
+    drafts: Drafts, batch: Batch, top_p: float, cross_entropy_weight: float = 0.5
+) -> tuple[Tensor, Tensor]:
     """(loss, overlap by position [K]).
 
-    Per slot the loss is 0.5 cross-entropy to the target's distribution p + total variation TV to its top-p form, where
-    1 - TV = sum(min(p, q)) is the acceptance probability. A slot counts more when the drafts before it would have been
-    accepted, since otherwise it is never used. Stop and confidence heads learn that acceptance probability as a soft
-    label (DSpark, arXiv 2607.05147) under the same weights.
+    Per slot the loss is a weight times the cross-entropy to the target's distribution p + total variation TV to its
+    top-p form, where 1 - TV = sum(min(p, q)) is the acceptance probability. TV is what counts; cross-entropy moves
+    tokens that q gives next to nothing, where TV has hardly a gradient. A slot counts more when the drafts before it
+    would have been accepted, since otherwise it is never used. Stop and confidence heads learn that acceptance
+    probability as a soft label (DSpark, arXiv 2607.05147) under the same weights.
     """
     logits, have = drafts.logits, batch.top_ids >= 0
     log_q = logits.gather(-1, batch.top_ids.clamp_min(0)) - logits.logsumexp(-1, keepdim=True)
@@ -125,7 +128,7 @@ def loss_and_overlap(drafts: Drafts, batch: Batch, top_p: float) -> tuple[Tensor
     label = overlap.detach().clamp(0, 1)
     reach = F.pad(label.cumprod(-1)[..., :-1], (1, 0), value=1.0)
     weight = (0.25 + 0.75 * reach) * batch.valid
-    per_slot = 0.5 * cross_entropy + (1 - overlap)
+    per_slot = cross_entropy_weight * cross_entropy + (1 - overlap)
     for head in (drafts.stop, drafts.confidence):
         if head is not None:
             per_slot = per_slot + F.binary_cross_entropy_with_logits(head, label, reduction="none")

@@ -24,7 +24,8 @@ from avref.train.data import Sequences
 class Settings:
     """One training run: `sequences` x `blocks` blocks in each step.
 
-    The learning rate warms up linearly, then falls along a cosine to a twentieth.
+    The learning rate warms up linearly, then falls along a cosine to a twentieth. The weight of the cross-entropy falls
+    along a line to a fifth.
     """
 
     depth: int = 7
@@ -37,6 +38,7 @@ class Settings:
     blocks: int = 32
     short_depth: int = 3
     learning_rate: float = 1.2e-3
+    cross_entropy: float = 0.5  # its weight in the loss beside the total variation, at the first step
     warmup: int = 60
     weight_decay: float = 0.1
     dropout: float = 0.1
@@ -98,7 +100,8 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             group["lr"] = learning_rate(s, step)
         model.train()
         torch.manual_seed(s.seed * 1_000_003 + step)  # dropout
-        loss, overlap = loss_and_overlap(family.forward(model, embedding, head, batch, depth), batch, s.top_p)
+        drafts = family.forward(model, embedding, head, batch, depth)
+        loss, overlap = loss_and_overlap(drafts, batch, s.top_p, s.cross_entropy * (1 - 0.8 * step / s.steps))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
