@@ -213,6 +213,12 @@ def test_other_settings_are_refused_and_more_repeats_are_not(fake, tmp_path):
     before = len(fake.done)
     assert {r["repeats"] for r in fake.bench(tmp_path, blocks=["workloads"], repeats=3)["rows"]} == {3}
     assert len(fake.done) == 3 * before == len(set(fake.done))
+    path = tmp_path / "bench.jsonl"
+    first, *lines = path.read_text().splitlines()
+    record = json.loads(lines[0])
+    path.write_text("\n".join([first, json.dumps({"key": record["key"]}), *lines[1:]]) + "\n")
+    with pytest.raises(ValueError, match=r"line 2: the record of .* lacks block, .*, stats; delete the line"):
+        fake.bench(tmp_path, blocks=["workloads"], repeats=3)
     (tmp_path / "bench.jsonl").write_text("not a journal\n")
     with pytest.raises(ValueError, match=r"bench\.jsonl is no journal of a bench"):
         fake.bench(tmp_path)

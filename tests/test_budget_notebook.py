@@ -263,6 +263,8 @@ MISTAKES = [
     (exercises_budget.check_predicted_tail, lambda m, b, s: m[b + 1 :]),
     (exercises_budget.check_predicted_tail, lambda m, b, s: m[b + 1 :] * s / m[b]),  # without the cap at four times
     (exercises_budget.check_predicted_tail, lambda m, b, s: np.append(s, tail(m, b, s))),
+    (exercises_budget.check_predicted_tail, lambda m, b, s: tail(m, b, s) * float("nan")),
+    (exercises_budget.check_turning_point, lambda *_: float("nan")),
     (exercises_budget.check_draft_depth, lambda mean, ms: len(mean)),
     (exercises_budget.check_draft_depth, lambda mean, ms: max(1, depth_for(mean, ms))),
     (

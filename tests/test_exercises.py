@@ -32,6 +32,15 @@ def grow(survivals, num_requests, step_ms):
     return len(survivals)
 
 
+def grow_on_ties(survivals, num_requests, step_ms):
+    tokens = num_requests
+    for budget, s in enumerate(survivals):
+        if (tokens + s) / step_ms[budget + 1] < tokens / step_ms[budget]:
+            return budget
+        tokens += s
+    return len(survivals)
+
+
 def rates(survivals, num_requests, step_ms):
     return [(num_requests + sum(survivals[:b])) / step_ms[b] for b in range(len(step_ms))]
 
@@ -71,6 +80,14 @@ MISTAKES = [
     (exercises.check_graded, lambda a, v, k: torch.arange(k) <= a[:, None]),
     (exercises.check_graded, lambda a, v, k: torch.arange(k) < a[:, None]),
     (exercises.check_evidence, lambda share, damping: damping * share),
+    (exercises.check_growth, grow_on_ties),
+    (exercises.check_graded, lambda a, v, k: graded(a[:1], v[:1], k)),  # the first request alone
+    (exercises.check_graded, lambda a, v, k: graded(a, v, 3)),  # always three positions
+    (exercises.check_break_even, lambda *_: float("nan")),
+    (exercises.check_expected_tokens, lambda *_: float("nan")),
+    (exercises.check_evidence, lambda *_: float("nan")),
+    (exercises.check_arrowhead, lambda *sums: (float("nan"), arrowhead(*sums)[1])),
+    (exercises.check_arrowhead, lambda *sums: (arrowhead(*sums)[0], arrowhead(*sums)[1] * float("nan"))),
 ]
 
 

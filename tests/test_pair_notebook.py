@@ -49,6 +49,10 @@ MISTAKES = [
     (exercises.check_for_vllm, lambda c: "--speculative-config " + shlex.quote(str(c))),
     (exercises.check_for_vllm, lambda c: json.dumps(c)),
     (exercises.check_for_vllm, lambda c: "--speculative-config " + shlex.quote('{"method": "draft_model"}')),
+    (exercises.check_for_vllm, lambda c: for_vllm({"model": "another", "draft_sample_method": "probabilistic", **c})),
+    (exercises.check_for_vllm, lambda c: for_vllm({**c, "num_speculative_tokens": 4})),
+    (exercises.check_accepted_needed, lambda *_: float("nan")),
+    (exercises.check_came_from_a_draft, lambda *_: float("nan")),
 ]
 
 

@@ -233,6 +233,23 @@ def test_quickstart_on_a_tiny_pair_writes_every_row(tmp_path, monkeypatch):
     assert paths[1].stat().st_size > 10_000
 
 
+def test_quickstart_with_a_drafter_of_five_positions_compares_five(tmp_path, monkeypatch):
+    """The deepest arms are those of the drafter's own depth, in rows, table and picture."""
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    monkeypatch.setattr(arms, "WARMUP_INTERVAL", 4)
+    monkeypatch.setattr(LLM, "prompt_ids", lambda self, texts: [[3 + i % 40, 4, 5] for i in range(len(texts))])
+    target = tiny.llama()
+    drafter = tiny.dflash(target, block=5)
+    depth = 5
+    own = dict(concurrency=(1, 2), repeats=1, max_tokens=6, max_model_len=64, progress=False)
+    result = quickstart.quickstart(target, "dflash", drafter, **own)
+    deepest = [f"fixed-{depth}", f"adaptive-{depth}"]
+    assert arms.deepest(result["rows"]) == deepest
+    assert {r["arm"] for r in result["rows"]} == {"none", "fixed-1", "fixed-3", *deepest}
+    assert quickstart.table(result).count(f"adaptive-{depth}") == 4  # two loads: a row each, and its acceptance
+    assert all(path.stat().st_size for path in quickstart.save(result, tmp_path))
+
+
 def test_selfcheck_quick_passes_and_fails_visibly():
     report = selfcheck.run(tiny.llama(), quick=True)
     assert selfcheck.passed(report), selfcheck.render(report)

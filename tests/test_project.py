@@ -9,6 +9,7 @@ import json
 import re
 import statistics
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -78,6 +79,20 @@ def test_environment_agrees_with_pyproject():
     assert {canonicalize_name(r.name) for r in listed} == ASKED_FOR
     for requirement in listed:  # the same package with the same bounds
         assert (canonicalize_name(requirement.name), str(requirement.specifier)) in declared, requirement
+
+
+@pytest.mark.slow
+def test_environment_installs_into_a_clean_environment(tmp_path):
+    """The pip section of environment.yml as conda hands it to pip, in an environment that holds nothing else."""
+    _, lines = environment()
+    (tmp_path / "requirements.txt").write_text("\n".join(lines) + "\n")
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
+    install = [python, "-m", "pip", "install", "-q", "-r", tmp_path / "requirements.txt"]
+    subprocess.run([*install, "-c", ROOT / ".ci" / "constraints.txt"], cwd=ROOT, check=True)
+    subprocess.run([python, "-m", "pip", "check"], check=True)
+    asked = ", ".join(sorted(ASKED_FOR))
+    subprocess.run([python, "-c", f"import avref, {asked}; print(avref.__version__)"], cwd=tmp_path, check=True)
 
 
 def test_environment_can_be_solved():

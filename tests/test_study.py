@@ -6,6 +6,7 @@ force for the long-run rule, and intervals that are known because an answer's dr
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,12 @@ def test_undefined_measures_are_nan_and_never_fail() -> None:
     assert estimate(auc).low == estimate(auc).high == 0.5
 
 
+def test_traces_of_more_drafts_than_the_measured_table_covers_are_refused(tmp_path: Path) -> None:
+    traces.save(made_up(20, 8), tmp_path / "long.npz")
+    with pytest.raises(ValueError, match=r"long holds 8 drafts a block.*--num-speculative-tokens 7"):
+        study.run([tmp_path / "long.npz"], workers=1)
+
+
 def test_requests_are_resampled_and_not_drafts() -> None:
     """Ten answers of 200 drafts, five with all of them accepted: the spread is that of 10 things, not of 2,000."""
     answers = np.repeat(np.arange(10), 200)
@@ -108,6 +115,19 @@ def test_only_held_out_answers_are_resampled() -> None:
     assert not keys & held and {w for w, _ in held} == {0, 1, 2}
     with pytest.raises(ValueError, match="1 answer"):
         fits.halves(made_up(1))
+
+
+def test_answers_to_one_prompt_are_drawn_together() -> None:
+    """Three answers to each prompt of one workload; of another, which has one prompt, answers are drawn."""
+    t = made_up(24)
+    workload = np.repeat(np.array([0, 1], np.uint8), 12)
+    prompt = np.r_[np.repeat(np.arange(4), 3), np.zeros(12)].astype(np.int32)
+    t = dataclasses.replace(t, workload=workload, prompt=prompt)
+    weights = Pair("p", t).resampled(np.arange(24))
+    assert (weights[0] == 1).all()
+    by_prompt = weights[:, :12].reshape(-1, 4, 3)
+    assert (by_prompt == by_prompt[:, :, :1]).all() and (weights[1:, :12] != 1).any()
+    assert (weights[:, 12:].reshape(-1, 4, 3).std(axis=2) > 0).any()
 
 
 # Fits

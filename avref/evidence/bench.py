@@ -40,6 +40,9 @@ class Built:
     fit: dict[str, Any] | None
 
 
+RECORD = ("block", "case", "concurrency", "repeat", "arm", "seconds", "threshold", "fit", "with_prefill", "stats")
+
+
 class Runner:
     """Builds, prepares and runs arms on one loaded target; `prompts` are token ids by case."""
 
@@ -208,7 +211,7 @@ def bench(
     settings = bench_setting.settings(base, plan, max_tokens, texts)
     if drafter is not None or {"concurrency", "workloads"} & set(blocks):
         arms.build(base, arms.speculative(method, found[method], depths[method], adaptive=True), 1)  # it can be loaded
-    journal = Journal(folder / "bench.jsonl", settings)
+    journal = Journal(folder / "bench.jsonl", settings, RECORD)
     if journal.begun:
         for table in (folder / "cost-tables").glob("*.json"):
             table.unlink()  # left by a journal that is gone

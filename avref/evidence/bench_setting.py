@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import avref
 from avref import profiling, workloads
 from avref.drafters import weights
 from avref.evidence import prompt_sets
@@ -99,6 +100,7 @@ def settings(base: LLM, plan: Plan, max_tokens: int, texts: Halves) -> dict[str,
     shared = ("device", "threads", "dtype", "target", "target_parameters", "torch", "transformers", "python")
     return {
         **{name: machine[name] for name in shared},
+        "avref": avref.__version__,
         "target_hash": fingerprint(base.model),
         "method": plan.method,
         "drafters": {m: drafter_hash(m, d) for m, d in plan.drafters.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from avref.files import differences
 class Journal:
     """A line with the settings, then a record per finished run, under a key of its own; in memory when path is None.
 
-    A line is on the disk before the next run starts; one that a kill cut short is dropped. Raises ValueError when the
-    file belongs to other settings, or is no journal, OSError when it cannot be written.
+    `holds`: what every record has. A line is on the disk before the next run starts; one that a kill cut short is
+    dropped. Raises ValueError when the file belongs to other settings, or is no journal, OSError when it cannot be
+    written.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], holds: Collection[str] = ()) -> None:
         self.path, self.records = path, dict[str, dict[str, Any]]()
         self.settings = json.loads(json.dumps(settings))  # as they look once they were written
         lines = self._whole_lines()
@@ -30,6 +31,11 @@ class Journal:
         for number, line in enumerate(lines[1:], start=2):
             if not isinstance(line.get("key"), str):
                 raise ValueError(f"{path}, line {number}, is no record of a run; use another folder, or delete it")
+            if lacks := [name for name in holds if name not in line]:
+                raise ValueError(
+                    f"{path}, line {number}: the record of {line['key']!r} lacks {', '.join(lacks)}; delete the line, "
+                    "and the next start does that run again"
+                )
             self.records[line["key"]] = line
 
     def __contains__(self, key: str) -> bool:

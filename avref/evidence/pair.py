@@ -77,9 +77,16 @@ class Pair:
         return self.resampled(self.second)
 
     def resampled(self, answers: Array, num: int = RESAMPLES, seed: int = 0) -> Floats:
-        """Resamples of some answers, [num + 1, A]."""
-        weights = np.zeros((num + 1, len(self.trace.num_tokens)))
-        weights[:, answers] = resample(len(answers), num, seed)
+        """Resamples of some answers, [num + 1, A]: prompts are drawn, each with all its answers.
+
+        Of a workload that has one prompt only, answers are drawn.
+        """
+        t = self.trace
+        alone = [name for name in np.unique(t.workload) if len(np.unique(t.prompt[t.workload == name])) == 1]
+        keys = [(t.workload[a], t.prompt[a], a if t.workload[a] in alone else -1) for a in answers]
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        weights = np.zeros((num + 1, len(t.num_tokens)))
+        weights[:, answers] = resample(len(number), num, seed)[:, [number[key] for key in keys]]
         return weights
 
     def values(self, feature: str) -> Array:
