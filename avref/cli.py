@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("quickstart", _quickstart, text)
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests running at once")
     add("--repeats", type=int, default=3)
-    add("--max-tokens", type=int, default=32, help="tokens per request")
+    add("--max-tokens", type=int, default=24, help="tokens per request")
     add("--max-model-len", type=int, default=512, help="tokens of a prompt and its answer")
     add("--output", type=Path, default=Path("."), help="folder for quickstart.json and figures/")
 

@@ -44,7 +44,7 @@ def quickstart(
     *,
     concurrency: Sequence[int] = (1, 8, 32),
     repeats: int = 3,
-    max_tokens: int = 32,
+    max_tokens: int = 24,
     device: str | None = None,
     dtype: str = "auto",
     max_model_len: int = 512,
