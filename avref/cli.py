@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print(f"avref: error: {error}", file=sys.stderr)
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; every arm has a cache of its own
+            print("avref: fewer requests at once or a smaller --max-model-len need less memory", file=sys.stderr)
         return 2
 
 
@@ -81,13 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0)
     add("--top-p", type=float, default=0.95)
     add("--seed", type=int, default=0)
-    add("--num-speculative-tokens", type=int, default=7)
+    add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
+    add("--max-model-len", type=int, help="tokens of the prompt and its answer")
     add("--plain", action="store_true", help="no speculation")
 
     add = command("profile", _profile, "measure this machine's cost table again")
     add("--max-num-seqs", type=int, default=32)
-    add("--num-speculative-tokens", type=int, default=7)
+    add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
     add("--context", type=int, default=128, help="cached tokens per request")
+    add("--max-model-len", type=int, help="tokens of a prompt and its answer")
     add("--output", type=Path, help="also save the table here")
 
     add = command("selfcheck", _selfcheck, "parity, losslessness and speed on this machine, each beside its bar")
@@ -106,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, default=512, help="tokens of a prompt and its answer")
     add("--output", type=Path, default=Path("bench"), help="folder for results, journal and figures/")
 
-    add = command("train", _train, "distil a drafter for a target", _MODEL)
+    add = command("train", _train, "distil a drafter for a target (on the CPU; hours for the default target)", _MODEL)
     add("method", choices=["draft_model", "eagle", "mtp", "dflash", "dspark"])
     add("--output", type=Path, default=Path("drafter"), help="folder; a run that was stopped continues there")
     add("--prompts", type=int, default=6000, help="training prompts to sample answers to")
@@ -117,17 +121,18 @@ def _parser() -> argparse.ArgumentParser:
     add = command(
         "trace", _trace, "record what a drafter says along the target's own answers (goes on where it was stopped)"
     )
-    add("--num-speculative-tokens", type=int, default=7)
+    add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
     add("--offsets", type=int, default=5000, help="offsets to record, the five workloads in turn")
     add("--greedy", action="store_true", help="drafts are the most likely tokens, q is one-hot")
     add("--temperature", type=float, default=1.0)
     add("--top-p", type=float, default=0.95)
     add("--max-tokens", type=int, default=192, help="tokens per answer")
+    add("--max-model-len", type=int, help="tokens of a prompt and its answer")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("trace.npz"))
 
     add = command("vllm-args", _vllm_args, "the vLLM command of a configuration, and what differs there", _PAIR)
-    add("--num-speculative-tokens", type=int, default=7)
+    add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
     add("--draft-sample-method", default="probabilistic", help="probabilistic or greedy")
     add("--fixed", action="store_true", help="verify every draft: no adaptive verification")
     add("--settings", default="{}", metavar="JSON", help="other keys of a speculative_config, as JSON")
@@ -155,10 +160,13 @@ def _call(function: Callable[..., Any], a: argparse.Namespace, **more: Any) -> A
 
 
 def _speculative(a: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    from avref.evidence.bench_setting import depth_of
+
+    num = a.num_speculative_tokens
     return {
         "method": a.method,
         "model": a.drafter,
-        "num_speculative_tokens": a.num_speculative_tokens,
+        "num_speculative_tokens": depth_of(a.method, a.drafter, 7) if num is None else num,
         "draft_sample_method": "probabilistic",
         "enable_adaptive_verification": True,
         **more,
@@ -176,9 +184,9 @@ def _quickstart(a: argparse.Namespace) -> None:
 def _generate(a: argparse.Namespace) -> None:
     from avref import LLM, SamplingParams
 
-    config = None if a.plain else _speculative(a)
-    llm = LLM(a.model, config, device=a.device, dtype=a.dtype, max_num_seqs=1)
-    out, s = llm.generate(llm.prompt_ids([a.prompt]), _call(SamplingParams, a))[0].outputs[0], llm.stats
+    config, params = None if a.plain else _speculative(a), _call(SamplingParams, a)
+    llm = LLM(a.model, config, device=a.device, dtype=a.dtype, max_num_seqs=1, max_model_len=a.max_model_len)
+    out, s = llm.generate(llm.prompt_ids([a.prompt]), params)[0].outputs[0], llm.stats
     print(out.text)
     decode_ms = s.draft_ms + s.verify_ms + s.sample_ms + s.other_ms
     rate = (s.num_tokens - s.num_requests) / decode_ms * 1e3 if decode_ms else float("nan")
@@ -192,7 +200,8 @@ def _generate(a: argparse.Namespace) -> None:
 def _profile(a: argparse.Namespace) -> None:
     from avref import LLM, profiling
 
-    llm = LLM(a.model, _speculative(a), device=a.device, dtype=a.dtype, max_num_seqs=a.max_num_seqs)
+    more = {"max_num_seqs": a.max_num_seqs, "max_model_len": a.max_model_len}
+    llm = LLM(a.model, _speculative(a), device=a.device, dtype=a.dtype, **more)
     table = profiling.load_or_profile(llm, context=a.context, again=True)
     for what, size in (("verify", "tokens"), ("draft", "depth")):
         print(f"requests  {size:>6}  {what} ms")
@@ -233,9 +242,9 @@ def _trace(a: argparse.Namespace) -> None:
 
     mode = "greedy" if a.greedy else "probabilistic"
     config = _speculative(a, draft_sample_method=mode, enable_adaptive_verification=False)
-    llm = LLM(a.model, config, device=a.device, dtype=a.dtype, max_num_seqs=32)
-    texts = {name: workloads.load(name) for name in workloads.NAMES}
     params = SamplingParams(temperature=a.temperature, top_p=a.top_p, max_tokens=a.max_tokens)
+    llm = LLM(a.model, config, device=a.device, dtype=a.dtype, max_num_seqs=32, max_model_len=a.max_model_len)
+    texts = {name: workloads.load(name) for name in workloads.NAMES}
     journal = a.output.with_name(a.output.name + ".journal")  # a recording that was killed goes on from it
     trace = traces.record(llm, texts, params, offsets=a.offsets, seed=a.seed, use_tqdm=True, journal=journal)
     path = traces.save(trace, a.output)

@@ -75,8 +75,9 @@ def check_estimator(settings: Any, num_positions: int) -> None:
 class SamplingParams:
     """How one request is sampled; names and meanings are vLLM's.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 switch their filters off (top-k first, then top-p on what is left);
-    `seed` makes a request repeatable (None: from the LLM's seed and the request's number; only its last 32 bits
+    What vLLM has beyond these (`n`, `stop` strings, `min_p`, penalties, `logprobs`, streaming) is not here.
+    temperature 0 is greedy; top_k 0 (or -1) and top_p 1 switch their filters off (top-k first, then top-p on what is
+    left); `seed` makes a request repeatable (None: from the LLM's seed and the request's number; only its last 32 bits
     count); generation ends at EOS (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
     """
 
@@ -91,7 +92,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         real("temperature", self.temperature, 0.0, 100.0)
         real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        whole("top_k", self.top_k, 0, 2**31 - 1)
+        whole("top_k", self.top_k, -1, 2**31 - 1)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
         one_of("ignore_eos", self.ignore_eos, (True, False))
         whole("max_tokens", self.max_tokens, 1)
         if self.seed is not None:

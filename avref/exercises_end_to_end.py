@@ -71,7 +71,7 @@ def check_what_follows(answers: Mapping[str, Any]) -> bool:
     """Exercise 4: True for statements that hold for every drafter and load, False for those that can fail."""
     right = {
         "a longer acceptance length means more tokens per second": False,
-        "trimming lowers the acceptance length, or leaves it": True,
+        "in a given step, trimming lowers the number of accepted drafts, or leaves it": True,
         "trimming saves drafting time": False,
         "the emitted text follows the target's law at any load": True,
         "choosing the depth, 0 included, costs nothing: exploring is free": False,

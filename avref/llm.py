@@ -88,6 +88,8 @@ class LLM:
             _check_loaded(model, device, dtype, model_kwargs)
         if named:
             self.device, self.name = models.choose_device(device), str(model)
+            if self.config:
+                drafters.check_shipped(self.config, self.name)  # before anything is fetched
             loaded_as = models.choose_dtype(dtype, self.device)
             self.model = models.load_model(model, self.device, loaded_as, **model_kwargs)
             self.device = self.model.device  # a device_map may have placed it elsewhere
@@ -95,7 +97,9 @@ class LLM:
             self.device, self.model = model.device, model.eval()
             self.name = str(getattr(model, "_avref_name", None) or model.config._name_or_path or type(model).__name__)
         self.dtype = self.model.dtype
-        self.tokenizer = tokenizer if tokenizer is not None or not named else models.load_tokenizer(model)
+        self.tokenizer = tokenizer
+        if self.tokenizer is None and named:
+            self.tokenizer = models.load_tokenizer(model, **model_kwargs)
         self.vocab_size = self.model.get_output_embeddings().weight.shape[0]
         if not getattr(self.model, "_avref_parity", None):
             check_parity(self.model)
@@ -231,14 +235,18 @@ class LLM:
         messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]],
         sampling_params: Any = None,
         use_tqdm: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """`generate` behind the tokenizer's chat template.
 
-        Each item is a user's message, or a list of {"role", "content"} messages.
+        Each item is a user's message, or a list of {"role", "content"} messages. `chat_template_kwargs` go to the
+        template (`{"enable_thinking": False}` of Qwen3).
         """
-        return self.generate(self.chat_ids(messages), sampling_params, use_tqdm)
+        return self.generate(self.chat_ids(messages, **(chat_template_kwargs or {})), sampling_params, use_tqdm)
 
-    def chat_ids(self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]]) -> list[list[int]]:
+    def chat_ids(
+        self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]], **template_kwargs: Any
+    ) -> list[list[int]]:
         """Token ids of messages in the tokenizer's chat template, ready for the assistant's turn."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate with plain text or token ids")
@@ -254,7 +262,8 @@ class LLM:
                 )
         conversations = [[{"role": "user", "content": m}] if isinstance(m, str) else list(m) for m in messages]
         template = self.tokenizer.apply_chat_template
-        texts = [template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
+        settings = {**template_kwargs, "add_generation_prompt": True, "tokenize": False}
+        texts = [template(c, **settings) for c in conversations]
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
 
     def prompt_ids(self, texts: Sequence[str]) -> list[list[int]]:

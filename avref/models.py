@@ -41,8 +41,14 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}; give a torch device such as 'cpu', 'cuda' or 'cuda:1'") from error
-    if chosen.type == "meta" or (chosen.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device {str(chosen)!r} cannot be used here; leave it out, or pass 'cpu'")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(chosen)!r} cannot be used: avref runs on 'cpu' and 'cuda'")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= found:
+        raise ValueError(
+            f"device {str(chosen)!r} cannot be used here, where torch finds {found} CUDA device(s); leave it out, or "
+            "pass 'cpu'"
+        )
     return chosen
 
 
@@ -65,6 +71,7 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+_PLACE = ("token", "revision", "cache_dir", "subfolder", "local_files_only", "force_download")  # of `from_pretrained`
 _VOCABULARIES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")  # files, one of which every tokenizer has
 
 
@@ -84,6 +91,8 @@ def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwa
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if "torch_dtype" in kwargs:  # transformers drops it beside `dtype`
+        raise ValueError(f"torch_dtype is {kwargs['torch_dtype']!r}; give it as dtype")
     kwargs = {"dtype": dtype, "use_safetensors": True, **kwargs}
     model, report = _from_pretrained(AutoModelForCausalLM, name, output_loading_info=True, **kwargs)
     if report["missing_keys"]:  # transformers fills them with random numbers
@@ -97,11 +106,11 @@ def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwa
     return model
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer of a model name as `load_model` takes it."""
+def load_tokenizer(name: str | Path, **kwargs: Any) -> Any:
+    """The tokenizer of a model name as `load_model` takes it; of its keywords those that say where files lie."""
     from transformers import AutoTokenizer
 
-    return _from_pretrained(AutoTokenizer, name)
+    return _from_pretrained(AutoTokenizer, name, **{k: v for k, v in kwargs.items() if k in _PLACE})
 
 
 def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
@@ -120,7 +129,16 @@ def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
         if tokenizer and path.is_dir() and not any(next(path.glob(p), None) for p in _VOCABULARIES):
             raise OSError("it holds no vocabulary")  # transformers 5.0 makes an empty tokenizer then
         return auto_class.from_pretrained(source, **{"trust_remote_code": False, **kwargs})
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ImportError,  # a quantised model without its library
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         what, holds = ("the tokenizer in ", "tokenizer.json") if tokenizer else ("", "config.json and *.safetensors")
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise RuntimeError(

@@ -75,7 +75,9 @@ def draft_depths(num_positions: int) -> list[int]:
 def describe(llm: LLM) -> dict[str, Any]:
     """What a cost table or a result depends on: device, dtype, threads, versions, target and drafter."""
     on_gpu = llm.device.type == "cuda"
+    quantised = getattr(llm.model.config, "quantization_config", None)
     return {
+        **({"quantization": str(quantised)} if quantised else {}),
         "device": torch.cuda.get_device_name(llm.device) if on_gpu else processor(),
         "threads": torch.get_num_threads(),
         "dtype": str(llm.dtype).removeprefix("torch."),

@@ -65,6 +65,7 @@ def quickstart(
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     one_of("method", method, METHODS)
+    concurrency = list(dict.fromkeys(concurrency))
     base = LLM(model, device=device, dtype=dtype, max_num_seqs=1, max_model_len=max_model_len)
     prompts = base.prompt_ids(workloads.mix())
     check_room(base, prompts, max_tokens)

@@ -59,6 +59,12 @@ class DampingHistory:
     step: str
     label: str
 
+    @property
+    def mean_excess(self) -> float:
+        """Excess log-loss over all graded drafts after the first round, which the cold start alone decides."""
+        graded = self.num_graded.sum(dim=1)[1:]
+        return float((self.excess_log_loss[1:] * graded).sum() / graded.sum())
+
 
 @lru_cache(maxsize=8)
 def make_traffic(

@@ -46,15 +46,9 @@ class DampingExplorer(Explorer):
 
     def draw(self) -> tuple[Figure, str]:
         history = _simulate(self.constant.value, self.refit_interval.value, self.step.value, self.traffic.value)
-        excess = f"mean excess log-loss after the first round: <b>{_mean_excess(history):.4g}</b> nats per draft"
+        excess = f"mean excess log-loss after the first round: <b>{history.mean_excess:.4g}</b> nats per draft"
         return plot_damping(history), excess
 
 
 def _simulate(constant: float, refit_interval: int, step: str, traffic: str) -> DampingHistory:
     return simulate_damping(damping=constant, refit_interval=refit_interval, step=step, traffic=traffic)
-
-
-def _mean_excess(history: DampingHistory) -> float:
-    """Over all graded drafts after the first round, which the cold start alone decides."""
-    graded = history.num_graded.sum(dim=1)[1:]
-    return float((history.excess_log_loss[1:] * graded).sum() / graded.sum())

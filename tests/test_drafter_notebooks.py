@@ -344,7 +344,7 @@ def verdict(low, high, above):
 
 HOLDS = {
     "a longer acceptance length means more tokens per second": False,
-    "trimming lowers the acceptance length, or leaves it": True,
+    "in a given step, trimming lowers the number of accepted drafts, or leaves it": True,
     "trimming saves drafting time": False,
     "the emitted text follows the target's law at any load": True,
     "choosing the depth, 0 included, costs nothing: exploring is free": False,

@@ -102,6 +102,20 @@ def test_a_window_that_never_reaches_the_attention_is_refused() -> None:
         check_parity(model)
 
 
+@pytest.mark.parametrize(("change", "served"), [(2e-4, True), (1e-3, False)])
+def test_parity_allows_what_the_number_of_tokens_changes_in_the_plain_model(change: float, served: bool) -> None:
+    """Kernels that depend on the size; here odd numbers of tokens add `change` of the logits' spread."""
+    model = tiny.llama()
+    with torch.no_grad():
+        odd = change * float(model(torch.tensor([[3, 10, 17]])).logits.std())
+    model.lm_head.register_forward_hook(lambda *found: found[-1] + odd * (found[-1].shape[-2] % 2))
+    if served:
+        assert LIMITS[torch.float32] < check_parity(model) < 4e-4
+    else:
+        with pytest.raises(RuntimeError, match=r"allowed in float32: 0\.0004"):
+            check_parity(model)
+
+
 # Faults that begin past the length of the check's prompts
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}

@@ -102,6 +102,8 @@ def test_chat_needs_a_template(folder: Path) -> None:
         llm.chat(["w5"])
     llm.tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w8"
     assert llm.chat(["w5"], GREEDY)[0].prompt_token_ids == [9, 5, 8]
+    llm.tokenizer.chat_template += "{% if short %} w7{% endif %}"
+    assert llm.chat(["w5"], GREEDY, chat_template_kwargs={"short": True})[0].prompt_token_ids == [9, 5, 8, 7]
     turns = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
     assert llm.chat([turns], GREEDY)[0].prompt_token_ids == [9, 5, 9, 6, 8]
 

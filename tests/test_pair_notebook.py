@@ -116,7 +116,8 @@ def test_the_first_cell_does_nothing_where_the_package_is_installed(monkeypatch)
 def test_the_first_cell_installs_from_the_one_address_and_holds_torch_and_numpy(monkeypatch):
     """As on Colab: the package is missing, torch and numpy are there."""
     (cell,), find_spec, ran = first_cells(), importlib.util.find_spec, []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "avref" else find_spec(name))
+    gone = {"avref", "ipywidgets"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else find_spec(name))
     monkeypatch.setattr(subprocess, "check_call", ran.append)
     with pytest.raises(RuntimeError, match="set AVREF_SOURCE above"):
         exec(cell, {})
@@ -127,3 +128,6 @@ def test_the_first_cell_installs_from_the_one_address_and_holds_torch_and_numpy(
     held = {f"{name}=={metadata.version(name)}" for name in ("torch", "numpy")}
     assert named == {"git+https://example.org/avref", "ipywidgets"} | held
     assert not {"-U", "--upgrade", "--force-reinstall"} & set(command)
+    gone.remove("avref")  # pip install . without the extra
+    exec(cell, {})
+    assert "ipywidgets" in ran[-1] and held <= set(ran[-1]) and not any("example.org" in word for word in ran[-1])

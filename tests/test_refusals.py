@@ -12,7 +12,7 @@ import tiny
 import torch
 from test_traces import make, target  # noqa: F401  # a fixture
 
-from avref import LLM, CostTable, SpeculativeConfig, cli, profiling
+from avref import LLM, CostTable, SpeculativeConfig, cli, models, profiling
 from avref.evidence import hardware, simulate, traces
 from avref.evidence.bench import bench
 from avref.evidence.replay import Policy, Replay
@@ -265,3 +265,67 @@ def test_a_small_target_goes_through_the_commands(folder: str, tmp_path: Path, m
     quick = ["quickstart", *pair, "2", "--concurrency", "1", "--repeats", "1", "--max-model-len", "600"]
     assert cli.main([*quick, "--output", str(tmp_path)]) == 0
     assert "no estimator" in capsys.readouterr().out and (tmp_path / "quickstart.json").is_file()
+
+
+# Before anything is fetched, and where files lie
+
+
+def test_a_drafter_that_is_not_shipped_is_named_before_the_target_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "load_model", lambda *a, **k: pytest.fail("fetched the target"))
+    for method in ("eagle", "draft_model"):
+        with pytest.raises(ValueError, match=f"no {method} drafter is shipped for 'org/large'"):
+            LLM("org/large", {"method": method})
+
+
+def test_a_hub_id_of_a_published_drafter_is_no_folder(target: Any) -> None:  # noqa: F811
+    with pytest.raises(ValueError, match=r"'org/EAGLE-x', which is no folder; method 'eagle' takes one that"):
+        LLM(target, {"method": "eagle", "model": "org/EAGLE-x"})
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("mps", "avref runs on 'cpu' and 'cuda'"), ("meta", "avref runs on"), ("cuda:99", "CUDA device")],
+)
+def test_devices(device: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        models.choose_device(device)
+
+
+def test_keywords_for_the_hub_reach_the_tokenizer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, dict[str, Any]] = {}
+    real = models._from_pretrained
+
+    def spy(auto_class: Any, name: Any, **kwargs: Any) -> Any:
+        seen[auto_class.__name__] = kwargs
+        return real(auto_class, name, **kwargs)
+
+    monkeypatch.setattr(models, "_from_pretrained", spy)
+    LLM(folder, token="secret", revision="main", device_map=None)
+    assert {"token": "secret", "revision": "main"} == seen["AutoTokenizer"]
+    assert {"token", "revision", "device_map"} <= seen["AutoModelForCausalLM"].keys()
+    with pytest.raises(ValueError, match="torch_dtype is 'float16'; give it as dtype"):
+        LLM(folder, torch_dtype="float16")
+
+
+def test_a_quantised_model_without_its_library_is_one_clear_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("Loading an AWQ quantized model requires gptqmodel")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", missing)
+    with pytest.raises(RuntimeError, match=r"could not load .*requires gptqmodel"):
+        LLM(folder)
+
+
+def test_a_command_drafts_what_the_drafter_was_trained_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+
+    def stop(model: Any, config: Any, **_: Any) -> None:
+        found.update(config)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr("avref.LLM", stop)
+    for method, depth in (("mtp", 5), ("dflash", 7), ("ngram", 7)):
+        assert cli.main(["generate", "x", "--method", method]) == 2
+        assert found["num_speculative_tokens"] == depth
+    assert cli.main(["generate", "x", "--num-speculative-tokens", "0"]) == 2
+    assert found["num_speculative_tokens"] == 0  # refused where it is read

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 from avref.config import SpeculativeConfig
+from avref.drafters import weights
 from avref.drafters.base import Drafter, DraftProposal
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def family(method: str) -> Any:
     """The class whose `load` makes a method's drafter."""
     module, name = CLASSES[method].split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def check_shipped(config: SpeculativeConfig, target: str) -> None:
+    """Raise ValueError where no drafter is named, and none is shipped for this target."""
+    if config.model is None and config.method not in ("layer_skip", "ngram"):
+        weights.check_shipped(config.method, target)
 
 
 def load(config: SpeculativeConfig, llm: LLM, max_rows: int) -> Drafter:

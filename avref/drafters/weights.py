@@ -65,6 +65,15 @@ def save(model: Any, folder: Path, method: str, target: str) -> None:
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
+def check_shipped(method: str, target: str) -> None:
+    """Raise ValueError unless a drafter is shipped for this target."""
+    if target != DEFAULT_TARGET:
+        raise ValueError(
+            f"no {method} drafter is shipped for {target!r}, only for {DEFAULT_TARGET!r}; "
+            f"pass speculative_config['model'] or train one: python -m avref train {method}"
+        )
+
+
 def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: type) -> Any:
     """The drafter in the folder `config.model`, or the one shipped for the default target."""
     method = config.method
@@ -73,10 +82,12 @@ def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: t
             f"speculative_config['model'] is {type(config.model).__name__}; method {method!r} takes a folder or None"
         )
     folder = Path(config.model).expanduser() if config.model is not None else shipped(method)
-    if config.model is None and llm.name != DEFAULT_TARGET:
+    if config.model is None:
+        check_shipped(method, llm.name)
+    elif not folder.exists():
         raise ValueError(
-            f"no {method} drafter is shipped for {llm.name!r}, only for {DEFAULT_TARGET!r}; "
-            f"pass speculative_config['model'] or train one: python -m avref train {method}"
+            f"speculative_config['model'] is {str(config.model)!r}, which is no folder; method {method!r} "
+            f"takes one that `python -m avref train {method}` wrote (a hub id only works with 'draft_model')"
         )
     return read(folder, method, config_class, model_class)
 
