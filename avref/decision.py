@@ -60,7 +60,7 @@ class Decision:
         if self.budget is None:
             return [min(n, d) for n, d in zip(self._sure().tolist(), found, strict=True)]
         assert self.cost_table is not None
-        drafted = torch.tensor(found)
+        drafted = torch.tensor(found, device="cpu")
         live = self._live(drafted)
         budget = self.budget.choose(live, self.capacities, self.request_ids, self.cost_table)
         admitted = allocate(live, budget, drafted).tolist()
@@ -88,4 +88,4 @@ class Decision:
         """This step's survivals [R, depth planned], float64 on the host; an empty slot is never accepted."""
         assert self.confidence is not None
         live = survival(self.confidence)[:, : int(self.capacities.max())].double().cpu()
-        return live.masked_fill(torch.arange(live.shape[1]) >= drafted[:, None], 0.0)
+        return live.masked_fill(torch.arange(live.shape[1], device="cpu") >= drafted[:, None], 0.0)

@@ -28,13 +28,13 @@ from avref.decision import Decision
 from avref.depth import DraftDepth
 from avref.drafters.base import Drafter, DraftProposal
 from avref.estimator import OnlineAcceptanceEstimator
-from avref.layout import Layout
+from avref.layout import Layout, send
 from avref.packed import PackedModel
 from avref.pruning import SurvivalProfile
 from avref.request import Request, fresh_uniforms, sampling_tensors
 from avref.stats import Stats, Stopwatch
 
-MAX_PREFILL_TOKENS = 4096  # longest packed prefill forward
+MAX_PREFILL_TOKENS = 4096  # of several prompts in one packed forward; a longer one has a forward of its own
 MOST_OWED = 32
 """Steps without drafts after which the drafter is brought up to date at the latest; until then states are kept."""
 
@@ -77,6 +77,7 @@ class Engine:
         self.watch = Stopwatch(target.device)
         self.stats = Stats.zeros(self.num_positions)
         self.step_count = 0
+        self.num_calls = 0  # of `generate`, on which an adaptive engine's seeds depend (`LLM._moved`)
 
     @property
     def profile(self) -> SurvivalProfile | None:
@@ -138,7 +139,7 @@ class Engine:
         device, first_row = self.target.device, len(self.running)
         prompts = [r.prompt_ids for r in entering]
         layout = Layout([0] * len(prompts), [len(p) for p in prompts], device, first_row)
-        ids = torch.tensor(list(itertools.chain.from_iterable(prompts)), device=device)
+        ids = send(list(itertools.chain.from_iterable(prompts)), device)
         logits, hidden = self.target.forward(
             ids, layout, layout.last, self.drafter.hidden_layers if self.drafter else ()
         )
@@ -162,7 +163,7 @@ class Engine:
         depth = self._depth(max(capacity))
         capacity = [min(c, depth) for c in capacity]
         temperature, top_k, top_p = sampling_tensors(requests, device)
-        pending = torch.tensor([r.output_ids[-1] for r in requests], device=device)  # [R]
+        pending = send([r.output_ids[-1] for r in requests], device)  # [R]
         # [R, 2K + 2]: K to draft with, K to accept with, one for the residual or bonus token
         uniforms = fresh_uniforms(requests, 2 * self.num_positions + 2, device)
         if max(capacity) or max(len(r.owed) for r in requests) >= MOST_OWED:
@@ -178,7 +179,7 @@ class Engine:
         drafts = proposal.tokens.tolist() if proposal else [[]] * len(requests)
         chunks = [[r.output_ids[-1], *d[:n]] for r, d, n in zip(requests, drafts, admitted, strict=True)]
         layout = Layout(lengths, [len(c) for c in chunks], device)
-        ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=device)  # [T]
+        ids = send(list(itertools.chain.from_iterable(chunks)), device)  # [T]
         self.watch.lap("other")
 
         logits, hidden = self.target.forward(ids, layout, None, self.drafter.hidden_layers if self.drafter else ())
@@ -204,8 +205,8 @@ class Engine:
         if self.estimator is not None and decision is not None and decision.features is not None:
             self.estimator.observe(
                 decision.features,
-                torch.tensor(graded_accepted, device=device),
-                torch.tensor(graded_verified, device=device),
+                send(graded_accepted, device),
+                send(graded_verified, device),
             )
         if self.estimator is not None:  # a step without drafts counts too
             self.stats.num_refits += bool(self.estimator.end_step())
@@ -263,7 +264,7 @@ class Engine:
             self.budget if self.has_budget else None,
             self.depth,
             self.cost_table,
-            torch.tensor(capacity),
+            torch.tensor(capacity, device="cpu"),
             [r.request_id for r in self.running],
             temperature,
             may_end=not (self.override or (self.has_budget and learning)),
@@ -320,7 +321,7 @@ class Engine:
         depth = proposal.tokens.shape[1]
         verdict = sampling.verify(
             logits,
-            torch.tensor(admitted, device=logits.device),
+            send(admitted, logits.device),
             proposal.tokens,
             proposal.q,
             proposal.q_drawn,

@@ -22,6 +22,11 @@ CALL_COST, COPY_COST = 32, 12
 """What a second rectangle costs, and each of its rows, beyond their queries: counted in queries, on 2 CPU cores."""
 
 
+def send(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of Python numbers on a device, without waiting for what the device still has to do."""
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
 class Layout:
     """Which request and which position each packed token belongs to.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import time
 from collections import deque
@@ -152,8 +153,9 @@ class LLM:
 
         `sampling_params` is one `SamplingParams` for all prompts, or one per prompt; None is `SamplingParams()`.
         Without adaptive verification a seed that is given twice makes two requests draw alike. With it the second one
-        gets a seed of its own: what one request draws may decide what is verified of another, and would then be tied to
-        the other's draws. No request without a seed draws like another of the same call.
+        gets a seed of its own, in the same call or in a later one: what one request draws may decide what is verified
+        of another, directly or by what was learned from it, and would then be tied to the other's draws. So a call is
+        repeated by a new LLM, not by this one. No request without a seed draws like another of the same call.
         All prompts are checked before the first runs: ValueError for an empty prompt, one longer than the context, a
         token id outside the vocabulary.
         """
@@ -188,18 +190,32 @@ class LLM:
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
         # A CPU generator keeps 32 bits of its seed. Those that were given are taken before others are found.
-        taken, used = {p.seed % _SEEDS for p in params if p.seed is not None}, set[int]()
+        given = [None if p.seed is None else self._moved(p.seed) for p in params]
+        taken, used = {seed % _SEEDS for seed in given if seed is not None}, set[int]()
         requests = []
-        for ids, own in zip(prompt_ids, params, strict=True):
+        for ids, own, seed in zip(prompt_ids, params, given, strict=True):
             self._num_requests += 1
-            seed = self.seed * 1_000_003 + self._num_requests if own.seed is None else own.seed
-            if own.seed is None or (self.engine.adaptive and own.seed % _SEEDS in used):
+            if seed is None:
+                seed = self._moved(self.seed * 1_000_003 + self._num_requests)
+            if own.seed is None or (self.engine.adaptive and seed % _SEEDS in used):
                 while seed % _SEEDS in taken:
                     seed += 1_000_003
             taken.add(seed % _SEEDS)
             used.add(seed % _SEEDS)
             requests.append(self._request(ids, own, seed % 2**63))
+        self.engine.num_calls += 1
         return requests
+
+    def _moved(self, seed: int) -> int:
+        """The seed that stands for `seed` in this call: under adaptive verification each call has seeds of its own.
+
+        What an adaptive engine decides depends on what earlier calls drew. Drawn again, the same numbers would meet
+        decisions that know them.
+        """
+        if not self.engine.adaptive or not self.engine.num_calls:
+            return seed
+        digest = hashlib.blake2b(f"{self.engine.num_calls} {seed}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big")
 
     def _steps(self, requests: list[Request], keep_going: Callable[[], bool]) -> Generator[int, None, None]:
         """Run the engine on these requests, a step at a time -> how many finished in each; times it leaves in `stats`.

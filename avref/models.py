@@ -164,8 +164,11 @@ def fetch_default_target() -> Path:
             (built / "complete").write_text(_SHA256)
             if folder.exists() and not (folder / "complete").is_file():
                 shutil.rmtree(folder)
-            if not folder.exists():  # else another process was faster
+            try:
                 built.rename(folder)
+            except OSError:
+                if not (folder / "complete").is_file():  # else another process was faster
+                    raise
     except (OSError, SafetensorError) as error:
         raise RuntimeError(
             f"the cache {str(folder.parent)!r} cannot be written: {error}; "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from avref.config import SamplingParams
+from avref.layout import send
 
 
 @dataclass(eq=False)
@@ -56,12 +57,13 @@ def sampling_tensors(requests: Sequence[Request], device: torch.device) -> tuple
     """(temperature, top_k, top_p), [R] each."""
     params = [r.params for r in requests]
     return (
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        send([p.temperature for p in params], device, torch.float32),
+        send([p.top_k for p in params], device),
+        send([p.top_p for p in params], device, torch.float32),
     )
 
 
 def fresh_uniforms(requests: Sequence[Request], width: int, device: torch.device) -> Tensor:
-    """Uniforms in [0, 1) [R, width], one call of each request's own generator."""
-    return torch.stack([torch.rand(width, generator=r.generator) for r in requests]).to(device)
+    """Uniforms in [0, 1) [R, width], one call of each request's own generator; float32 whatever torch's default is."""
+    own = [torch.rand(width, generator=r.generator, dtype=torch.float32, device="cpu") for r in requests]
+    return torch.stack(own).to(device, non_blocking=True)

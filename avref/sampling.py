@@ -282,7 +282,7 @@ def _cut_k(p: Tensor, settings: _Settings) -> Tensor:
 
 def _wide_q(q: Tensor | None, tokens: Tensor, ids: Tensor | None, r: Tensor, k: Tensor, vocab_size: int) -> Tensor:
     """q of draft k of request r, over the target's whole vocabulary. r, k [n]; returns [n, V]."""
-    wide = torch.zeros(len(r), vocab_size, device=tokens.device)
+    wide = torch.zeros(len(r), vocab_size, dtype=torch.float32, device=tokens.device)
     if q is None:
         return wide.scatter_(1, tokens[r, k, None], 1.0)
     if ids is None:

@@ -54,10 +54,14 @@ class Stats:
         return emitted / self.num_request_steps if self.num_request_steps else 1.0
 
 
+MOST_EVENTS = 10_000  # pairs of CUDA events that wait to be read
+
+
 class Stopwatch:
     """Milliseconds between laps, added up by name.
 
-    On a CPU they come from the host clock, on a GPU from CUDA events (no synchronisation until `read`).
+    On a CPU they come from the host clock, on a GPU from CUDA events (no synchronisation until `read`, which comes by
+    itself every `MOST_EVENTS` laps: a long run must not hold them all).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,6 +90,8 @@ class Stopwatch:
         now = self._now()
         if self.cuda:
             self._events.append((name, self._last, now))
+            if len(self._events) >= MOST_EVENTS:
+                self.read()
         else:
             self.totals[name] += (now - self._last) * 1e3
         self._last = now

@@ -18,6 +18,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from avref import arms
 from avref.config import SamplingParams, SpeculativeConfig
 from avref.cost_table import CostTable
 from avref.drafters import weights
@@ -172,7 +173,7 @@ def test_lossy_settings_have_to_be_allowed(settings: dict[str, Any], what: str, 
         ({"temperature": None}, "temperature is None"),
         ({"top_p": 0.0}, r"top_p is 0.0; .*\(0, 1\]"),
         ({"top_p": 1.1}, "top_p is 1.1"),
-        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": -2}, "top_k is -2"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"stop_token_ids": (-2,)}, "stop token id is -2"),
@@ -504,13 +505,45 @@ def test_a_seed_given_twice_ties_no_two_requests_under_adaptive_verification(tar
     llm = make(target, config)
     states = [r.generator.initial_seed() for r in llm._requests([[3, 4]] * 3, same)]
     assert states[0] == 7 and len(set(states)) == 3
-    assert [r.generator.initial_seed() for r in llm._requests([[3, 4]] * 3, same)] == states
+    again = make(target, config)
+    assert [r.generator.initial_seed() for r in again._requests([[3, 4]] * 3, same)] == states
     own = [SamplingParams(seed=s) for s in (7, 9, 7)]
-    assert [r.generator.initial_seed() for r in llm._requests([[3]] * 3, own)] == [7, 9, states[1]]
+    assert [r.generator.initial_seed() for r in make(target, config)._requests([[3]] * 3, own)] == [7, 9, states[1]]
     plain = make(target, speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=False))
     assert {r.generator.initial_seed() for r in plain._requests([[3, 4]] * 3, same)} == {7}
     one, two = tokens(plain.generate([[3, 4]] * 2, same))
     assert one == two
+
+
+def test_what_was_learned_from_a_seed_meets_no_draws_of_that_seed(target: Any) -> None:
+    """K = 2, one request, the same seed in two calls: what the first drew may decide what the second verifies.
+
+    Were the draws the same, it would be the best of all budgets again: (.85, .15) for (.7, .3).
+    """
+    config = speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True)
+    same = SamplingParams(temperature=1.0, max_tokens=8, seed=7, ignore_eos=True)
+    llm, twin = make(target, config), make(target, config)
+    calls = [[r.generator.initial_seed() for r in llm._requests([[3, 4]] * 3, same)] for _ in range(4)]
+    assert calls[0][0] == 7 and len({s % 2**32 for call in calls for s in call}) == 12
+    assert [[r.generator.initial_seed() for r in twin._requests([[3, 4]] * 3, same)] for _ in range(4)] == calls
+    without = make(target, speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=False))
+    assert [r.generator.initial_seed() for _ in range(2) for r in without._requests([[3, 4]], same)] == [7, 7]
+    learned = arms.Learned(llm)
+    one = [r.generator.initial_seed() for r in llm._requests([[3]], same)]
+    learned.restore()  # what one call taught is forgotten, and with it its seeds
+    assert [r.generator.initial_seed() for r in llm._requests([[3]], same)] == one
+
+
+def test_torch_s_default_dtype_changes_no_draw(target: Any) -> None:
+    """In bfloat16 a uniform has 256 values, and acceptance and draws would be quantised to them."""
+    config = speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True)
+    params = SamplingParams(temperature=1.0, max_tokens=12, seed=1, ignore_eos=True)
+    expected = tokens(make(target, config).generate([[3, 4], [7]], params))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tokens(make(target, config).generate([[3, 4], [7]], params)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -529,8 +562,8 @@ def test_no_request_without_a_seed_draws_like_another(adaptive: bool, target: An
 
 def test_a_seed_that_is_moved_meets_no_other(target: Any) -> None:
     """Seeds that agree in their last 32 bits are one to a CPU generator; a repeated one is moved, not onto another."""
-    llm = make(target, speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True))
     for own in ([0, 0, 1_000_003], [0, 2**32, 5], [1_000_003, 0, 0]):
+        llm = make(target, speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True))
         requests = llm._requests([[3]] * 3, [SamplingParams(seed=s) for s in own])
         assert len({r.generator.initial_seed() % 2**32 for r in requests}) == 3
         kept = [r.generator.initial_seed() == s for r, s in zip(requests, own, strict=True)]

@@ -305,3 +305,38 @@ def test_retrospective_budget_is_rejected() -> None:
     share_trimmed, answers, law = run_staircase("retrospective", allow_lossy=True)
     assert 0.2 < share_trimmed < 0.8
     assert p_value((answers, law)) < ALPHA / 1000
+
+
+def second_calls(forget: bool, number: int = 400) -> list[list[int]]:
+    """The same call twice on an LLM that has learned nothing -> the second answer, for many seeds.
+
+    In the first call nothing is known of past steps, and no draft is verified; what its first step saw is what the
+    second call's first step then looks ahead with.
+    """
+    target, drafter = staircase_pair()
+    config = {
+        "method": "draft_model",
+        "model": drafter,
+        "num_speculative_tokens": 2,
+        "enable_adaptive_verification": True,
+        "estimator": {"slope": 1.0, "intercept": [0.9, -1.0], "refit_interval": 10**6},
+        "probe_interval": 0,
+        "adaptive_drafting": False,
+    }
+    costs = CostTable(np.zeros(2), np.array([1.0, 1.0, 2.0, 2.2]))
+    answers = []
+    for seed in range(number):
+        llm = LLM(target, config, max_num_seqs=1, max_model_len=8, cost_table=costs)
+        params = SamplingParams(max_tokens=4, ignore_eos=True, seed=seed)
+        llm.generate([[1]], params)
+        if forget:
+            llm.engine.num_calls = 0
+        answers.append(llm.generate([[1]], params)[0].outputs[0].token_ids)
+    return answers
+
+
+def test_a_seed_that_comes_back_in_a_later_call() -> None:
+    """What was learned from a request's draws would know them, if a later request drew the same."""
+    law = exact_law(staircase_pair()[0], [1], 1.0)
+    assert p_value((second_calls(forget=False), law)) >= ALPHA
+    assert p_value((second_calls(forget=True), law)) < ALPHA / 1000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,21 @@ def test_first_drafts_do_not_depend_on_the_depth(target: Any) -> None:
 def test_nucleus_keeps_what_reaches_top_p() -> None:
     p = nucleus(torch.tensor([0.5, 0.3, 0.1, 0.1]).log(), 0.75)
     assert torch.allclose(p, torch.tensor([0.625, 0.375, 0.0, 0.0]))
+
+
+def test_a_nucleus_beyond_what_was_recorded_is_not_blown_up() -> None:
+    """1,000 equal tokens of which 128 are recorded: at top-p .95 each has 1 / 950, as where all are recorded."""
+    logs = torch.full((1, 128), math.log(1 / 1000))
+    assert nucleus(logs, 0.95).sum().item() == pytest.approx(128 / 950)
+    assert nucleus(logs, 1.0).sum().item() == pytest.approx(0.128)
+
+
+def test_too_few_sequences_are_one_clear_error(target: Any, data: Sequences, tmp_path: Path) -> None:
+    few = copy.copy(data)
+    for name in ("ids", "hidden", "top_ids", "top_logs", "prompt_lengths"):
+        setattr(few, name, getattr(data, name)[:1])
+    with pytest.raises(ValueError, match=r"1 sequence\(s\) are recorded, and none of those to train on"):
+        train(family("dflash"), target, few, tmp_path, Settings(steps=1, target_layers=(1, 2)))
 
 
 def test_overlap_of_known_laws() -> None:

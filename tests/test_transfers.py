@@ -8,6 +8,7 @@ docstrings of `avref.engine` and `avref.sampling` state; a new wait makes a test
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from avref import models, sampling
 from avref.config import SamplingParams
 from avref.drafters.eagle import EagleModel
 from avref.drafters.layers import DrafterConfig
-from avref.layout import Layout
+from avref.layout import Layout, send
 from avref.llm import LLM
 from avref.selfcheck import CUDA_ROWS, cuda_rows
 from avref.speed import Row
@@ -54,9 +55,13 @@ class Called(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "tolist" or name == "cpu":
+        named = kwargs or {}
+        ours = "/transformers/" not in sys._getframe(1).f_code.co_filename  # whose tensors are on the device already
+        moves = ours and name == "to" and any(isinstance(x, torch.device) for x in (*args[1:], named.get("device")))
+        made_there = name == "tensor" and named.get("device", "cpu") != "cpu"  # from pageable memory: the stream waits
+        if name in ("tolist", "cpu") or made_there or (moves and not named.get("non_blocking")):
             self.waits["copy"] += 1
-        if name == "tensor" or (name == "to" and "non_blocking" in (kwargs or {})):
+        if moves and named.get("non_blocking"):
             self.waits["sent"] += 1
         return func(*args, **(kwargs or {}))
 
@@ -79,12 +84,14 @@ def test_the_counter_counts() -> None:
         (lambda: x[x > 0], "size"),
         (lambda: x.tolist(), "copy"),
         (lambda: x.cpu(), "copy"),
-        (lambda: torch.tensor([1, 2]), "sent"),
-        (lambda: x.to("cpu", non_blocking=True), "sent"),
+        (lambda: torch.tensor([1, 2], device=x.device), "copy"),
+        (lambda: x.to(x.device), "copy"),
+        (lambda: x.to(x.device, non_blocking=True), "sent"),
+        (lambda: send([1, 2], x.device), "sent"),
     ):
         assert count(wait) == {kind: 1}, kind
     assert count(lambda: (x + 1).cumsum(0)[:, None].masked_fill(x > 0, 0)) == {}
-    assert count(lambda: x.repeat_interleave(3)) == {}
+    assert count(lambda: x.repeat_interleave(3)) == count(lambda: torch.tensor([1, 2], device="cpu")) == {}
 
 
 @pytest.fixture(scope="module")
@@ -141,11 +148,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 def test_a_plain_step(params: SamplingParams, waits: int, target: Any) -> None:
     """The settings, NaN logits, the mass drawn from, the tokens; with top-p, where the nucleus ends."""
     counted = a_step(target, None, params)
-    assert (total(counted), counted["sent"]) == (waits, 6)
+    assert (total(counted), counted["sent"]) == (waits, 7)
 
 
 def test_a_layout_is_sent_in_one_piece() -> None:
-    assert count(lambda: Layout([3, 0, 7], [2, 4, 1])) == {"sent": 1}
+    assert count(lambda: Layout([3, 0, 7], [2, 4, 1], torch.device("cpu"))) == {"sent": 1}
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model"])

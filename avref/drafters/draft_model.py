@@ -22,7 +22,7 @@ from avref import models
 from avref.config import SpeculativeConfig
 from avref.drafters import weights
 from avref.drafters.base import Said, Step, TokenByToken
-from avref.layout import Layout
+from avref.layout import Layout, send
 from avref.packed import PackedModel
 from avref.parity import check_parity
 
@@ -204,5 +204,5 @@ class DraftModel(TokenByToken):
         return step
 
     def _packed(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        ids = torch.tensor(list(itertools.chain.from_iterable(chunks)), device=self.model.device)
+        ids = send(list(itertools.chain.from_iterable(chunks)), self.model.device)
         return ids.clamp_(max=self.last_id)  # an id beyond a narrower table reads as its last one: only drafts suffer

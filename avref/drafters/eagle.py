@@ -20,13 +20,12 @@ import itertools
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from avref.drafters.base import Said, Step, TokenByToken
 from avref.drafters.layers import DrafterConfig, DrafterModel, TrainedDrafter, rotary
-from avref.layout import Layout
+from avref.layout import Layout, send
 from avref.packed import attend
 
 
@@ -72,7 +71,7 @@ class EagleDrafter(TokenByToken, TrainedDrafter):
         kept: Sequence[int],  # [R] final tokens of each row
     ) -> None:
         assert hidden is not None  # `hidden_layers` asks for the states
-        ids = torch.tensor(list(itertools.chain.from_iterable(tokens)), device=hidden.device)  # [T]
+        ids = send(list(itertools.chain.from_iterable(tokens)), hidden.device)  # [T]
         context = self.model.context(hidden)  # [T, D]
         states = context.roll(1, dims=0).index_copy(0, layout.first, before)  # [T, D] one position earlier
         self.write(layout, self.embedding(ids), states)

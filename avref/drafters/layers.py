@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from avref.config import SpeculativeConfig
 from avref.drafters.base import DraftProposal, Enough
-from avref.layout import Layout
+from avref.layout import Layout, send
 from avref.packed import KVCache
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class TrainedDrafter:
 
     def keep(self, layout: Layout, context: Tensor, kept: Sequence[int]) -> None:
         """Remember each row's state at its last final token; context [T, D] are those of a chunk's tokens."""
-        last = layout.first + torch.tensor(kept, device=layout.first.device) - 1  # [R]
+        last = layout.first + send(list(kept), layout.first.device) - 1  # [R]
         own = self.newest[layout.first_row : layout.first_row + layout.num_rows]
         own.copy_(torch.where((last >= layout.first)[:, None], context[last.clamp_min(0)], own))
 

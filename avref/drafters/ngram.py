@@ -130,14 +130,14 @@ class NGram:
             confidence[row, : len(drafts)] = rate[n, : len(drafts)]
             num_drafted.append(len(drafts))
             self.proposed[row] = n, len(drafts)
-        ids = torch.from_numpy(tokens).to(pending.device)
+        ids = torch.from_numpy(tokens).to(pending.device, non_blocking=True)
         return DraftProposal(
             ids,
             ids,
             logits=None,
             q=None,
             q_drawn=torch.ones(ids.shape, device=ids.device),
-            confidence=torch.from_numpy(confidence).to(ids.device),
+            confidence=torch.from_numpy(confidence).to(ids.device, non_blocking=True),
             num_drafted=num_drafted,
         )
 

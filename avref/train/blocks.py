@@ -103,10 +103,13 @@ def attend_blocks(layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Te
 
 
 def nucleus(logs: Tensor, top_p: float) -> Tensor:
-    """Sorted log-probabilities [..., n] -> probabilities after top-p, zero outside (renormalised)."""
+    """Sorted log-probabilities [..., n] -> probabilities after top-p, zero outside (renormalised).
+
+    Where the n recorded tokens hold less than top_p, the nucleus goes on beyond them, and holds top_p at least.
+    """
     p = logs.exp()
     p = p * ((p.cumsum(-1) - p) < top_p)
-    return p / p.sum(-1, keepdim=True)
+    return p / p.sum(-1, keepdim=True).clamp_min(top_p)
 
 
 def loss_and_overlap(

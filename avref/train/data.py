@@ -69,8 +69,13 @@ def collect(
         ids = request.prompt_ids + request.output_ids
         done.append((ids, len(request.prompt_ids), torch.cat(recorder.rows[row])[: len(ids) - 1]))
 
+    before = llm.engine.drafter, llm.engine.on_finish
     llm.engine.drafter, llm.engine.on_finish = recorder, keep
-    llm.generate(prompts, params, use_tqdm=True)
+    try:
+        llm.generate(prompts, params, use_tqdm=True)
+    finally:
+        llm.engine.drafter, llm.engine.on_finish = before
+        recorder.clear()
     return done
 
 

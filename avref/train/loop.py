@@ -65,7 +65,7 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     """
     vocabulary = target.get_output_embeddings().weight.shape[0]
     torch.manual_seed(s.seed)
-    validation = min(validation, len(data) // 8)
+    validation = max(1, min(validation, len(data) // 8))
     count = min(s.vocab_size, vocabulary)
     vocab_ids = data.frequent_ids(count, _ends(target), vocabulary, len(data) - validation)
     model = family.start(target, s, vocab_ids)
@@ -85,6 +85,11 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     to_draft[vocab_ids] = torch.arange(len(vocab_ids))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings().weight[vocab_ids].detach()
     usable = [i for i in range(len(data) - validation) if len(data.hidden[i]) > data.prompt_lengths[i] + 1]
+    if not usable:
+        raise ValueError(
+            f"{len(data)} sequence(s) are recorded, and none of those to train on has an answer of two tokens: record "
+            "more, with more prompts"
+        )
     held_out = make_batch(
         data, range(len(data) - validation, len(data)), 4, s.depth, to_draft, torch.Generator().manual_seed(1)
     )
