@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
             own.add_argument(flag, **settings)
         return own.add_argument
 
-    text = "compare no speculation, fixed lengths and adaptive verification on this machine (about 9 minutes)"
+    text = "compare no speculation, fixed lengths and adaptive verification on this machine (six to nine minutes)"
     add = command("quickstart", _quickstart, text)
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests running at once")
     add("--repeats", type=int, default=3)
