@@ -89,6 +89,7 @@ class LLM:
             _check_loaded(model, device, dtype, model_kwargs)
         if named:
             self.device, self.name = models.choose_device(device), str(model)
+            models.check_place(model)
             if self.config:
                 drafters.check_shipped(self.config, self.name)  # before anything is fetched
             loaded_as = models.choose_dtype(dtype, self.device)

@@ -113,16 +113,23 @@ def load_tokenizer(name: str | Path, **kwargs: Any) -> Any:
     return _from_pretrained(AutoTokenizer, name, **{k: v for k, v in kwargs.items() if k in _PLACE})
 
 
-def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
-    from huggingface_hub import constants
-
-    source = str(fetch_default_target() if str(name) == DEFAULT_TARGET else os.path.expanduser(name))
-    path, tokenizer = Path(source), auto_class.__name__ == "AutoTokenizer"
+def check_place(name: str | Path) -> None:
+    """Raise ValueError for the path of a folder that is not there."""
+    source = os.path.expanduser(name)
+    path = Path(source)
     if not path.is_dir() and (path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ValueError(
             f"model folder {source!r} {'is a file' if path.exists() else 'does not exist'}; "
             f"give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}"
         )
+
+
+def _from_pretrained(auto_class: Any, name: str | Path, **kwargs: Any) -> Any:
+    from huggingface_hub import constants
+
+    check_place(name)
+    source = str(fetch_default_target() if str(name) == DEFAULT_TARGET else os.path.expanduser(name))
+    path, tokenizer = Path(source), auto_class.__name__ == "AutoTokenizer"
     if not path.is_dir() and not constants.HF_HUB_OFFLINE and not hub.reachable(constants.ENDPOINT):
         kwargs.setdefault("local_files_only", True)  # what is cached still loads, and the rest fails at once
     try:
