@@ -78,7 +78,8 @@ class SamplingParams:
     What vLLM has beyond these (`n`, `stop` strings, `min_p`, penalties, `logprobs`, streaming) is not here.
     temperature 0 is greedy; top_k 0 (or -1) and top_p 1 switch their filters off (top-k first, then top-p on what is
     left); `seed` makes a request repeatable (None: from the LLM's seed and the request's number; only its last 32 bits
-    count); generation ends at EOS (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
+    count; under adaptive verification the calls of a new LLM are, not one call again, see `LLM.generate`); generation
+    ends at EOS (unless `ignore_eos`), at one of `stop_token_ids`, or after `max_tokens`.
     """
 
     temperature: float = 1.0

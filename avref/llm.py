@@ -58,7 +58,8 @@ class LLM:
     (Both are for a model loaded by name; a loaded one stays as it is.) max_num_seqs: R, requests running at once.
     max_model_len: prompt and output tokens of one request (None: 1024, or the target's positions if it has fewer).
     cost_table: milliseconds of a step; None profiles this machine at the first use (and keeps the result on disk).
-    seed: for requests without one of their own.
+    seed: for requests without one of their own. Further keywords go to Hugging Face's `from_pretrained` (`device_map`,
+    `trust_remote_code`); those that say where files lie (`token`, `revision`, `cache_dir`) also load the tokenizer.
 
     Raises ValueError or RuntimeError, before any generation, for unknown settings, different tokenizers, and models
     that the packed forward does not reproduce.
@@ -264,7 +265,10 @@ class LLM:
     def chat_ids(
         self, messages: Sequence[str] | Sequence[Sequence[Mapping[str, str]]], **template_kwargs: Any
     ) -> list[list[int]]:
-        """Token ids of messages in the tokenizer's chat template, ready for the assistant's turn."""
+        """Token ids of messages in the tokenizer's chat template, ready for the assistant's turn.
+
+        template_kwargs go to the template. Raises ValueError without a template, and for what is no message.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; use generate with plain text or token ids")
         if isinstance(messages, str):

@@ -36,7 +36,7 @@ def cache_dir() -> Path:
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
-    """The given device, else the first CUDA GPU, else the CPU."""
+    """The given device, else the first CUDA GPU, else the CPU; ValueError for one that is not there or is neither."""
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError) as error:
@@ -71,7 +71,7 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-_PLACE = ("token", "revision", "cache_dir", "subfolder", "local_files_only", "force_download")  # of `from_pretrained`
+_PLACE = ("token", "revision", "cache_dir", "local_files_only", "force_download")  # of `from_pretrained`
 _VOCABULARIES = ("*token*", "*vocab*", "*.model", "*.spm", "tekken.json")  # files, one of which every tokenizer has
 
 
@@ -85,7 +85,8 @@ def load_model(name: str | Path, device: torch.device, dtype: torch.dtype, **kwa
     """The causal LM `"smollm2"`, in a local folder, or behind a hub id, in eval mode.
 
     Extra keywords (`device_map`, `revision`) go to `from_pretrained`. Safetensors only; code in the model's folder runs
-    only with `trust_remote_code=True`.
+    only with `trust_remote_code=True`. Raises ValueError for a folder that is not there and for `torch_dtype` (give
+    `dtype`), RuntimeError, with the reason, for what cannot be loaded or is incomplete.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -117,7 +118,11 @@ def check_place(name: str | Path) -> None:
     """Raise ValueError for the path of a folder that is not there."""
     source = os.path.expanduser(name)
     path = Path(source)
-    if not path.is_dir() and (path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1):
+    if (
+        source != DEFAULT_TARGET
+        and not path.is_dir()
+        and (path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1)
+    ):
         raise ValueError(
             f"model folder {source!r} {'is a file' if path.exists() else 'does not exist'}; "
             f"give an existing folder, a hub id such as 'org/name', or {DEFAULT_TARGET!r}"

@@ -12,8 +12,8 @@ from avref.layout import Layout
 from avref.packed import PackedModel, plain_attention
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest difference of logits that is rounding, in units of their spread. Where the plain model's own logits change by
-more than a third of it when a token is appended (kernels that depend on the size), three times that change, at most
+"""Largest difference of logits that is rounding, in units of their spread. Where the plain model's own logits change when a
+token is appended (kernels that depend on the size), three times that change is allowed, as long as that is at most
 `MOST` times this."""
 MOST = 4
 
@@ -22,7 +22,7 @@ MOST = 4
 def check_parity(model: Any) -> float:
     """Largest difference between packed and plain logits on two short prompts, relative to the spread of the logits.
 
-    The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError, with the
+    Allowed is rounding (`LIMITS`). The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError, with the
     reason, for a model that would decode silently wrong: when a layer keeps its past anywhere but in the packed cache
     (recurrent, hybrid, an attention of its own), when a sliding window does not reach the attention, and when logits
     differ for a reason not known here (a position bias of the model's own, say).
@@ -62,7 +62,8 @@ def check_parity(model: Any) -> float:
     with plain_attention(model):
         again = [model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0] for ids in longer]
     noise = max(float((a[:-1] - p).abs().max() / spread) for a, p in zip(again, plain, strict=True))
-    limit = min(max(limit, 3 * noise), MOST * limit)
+    if 3 * noise <= MOST * limit:  # more is no rounding: the model looks ahead
+        limit = max(limit, 3 * noise)
     difference = float((logits - expected).abs().max() / spread)
     if not difference <= limit:
         raise RuntimeError(

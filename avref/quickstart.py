@@ -54,8 +54,8 @@ def quickstart(
 
     The result holds `rows` (one per arm and concurrency), `cold`, `warm_up`, `estimator`, `settings`, `machine` and
     `cost_table`. Each repeat has prompts of its own from the mix of the five workloads; every arm decodes the same
-    prompts with the same seeds (which an adaptive arm moves from its second call on, see `LLM.generate`). Medians over
-    repeats, with the lowest and the highest. `estimator` is None for n-grams, which keep their own record.
+    prompts with the same seeds (an adaptive arm's are moved, since its warm-up came before: `LLM.generate`). Medians
+    over repeats, with the lowest and the highest. `estimator` is None for n-grams, which keep their own record.
     """
     for name, value, least in (
         ("repeats", repeats, 1),

@@ -102,7 +102,7 @@ def test_a_window_that_never_reaches_the_attention_is_refused() -> None:
         check_parity(model)
 
 
-@pytest.mark.parametrize(("change", "served"), [(2e-4, True), (1e-3, False)])
+@pytest.mark.parametrize(("change", "served"), [(1.4e-4, True), (1e-3, False)])
 def test_parity_allows_what_the_number_of_tokens_changes_in_the_plain_model(change: float, served: bool) -> None:
     """Kernels that depend on the size; here odd numbers of tokens add `change` of the logits' spread."""
     model = tiny.llama()
@@ -112,7 +112,7 @@ def test_parity_allows_what_the_number_of_tokens_changes_in_the_plain_model(chan
     if served:
         assert LIMITS[torch.float32] < check_parity(model) < 4e-4
     else:
-        with pytest.raises(RuntimeError, match=r"allowed in float32: 0\.0004"):
+        with pytest.raises(RuntimeError, match=r"allowed in float32: 0\.0001"):
             check_parity(model)
 
 

@@ -516,9 +516,9 @@ def test_a_seed_given_twice_ties_no_two_requests_under_adaptive_verification(tar
 
 
 def test_what_was_learned_from_a_seed_meets_no_draws_of_that_seed(target: Any) -> None:
-    """K = 2, one request, the same seed in two calls: what the first drew may decide what the second verifies.
+    """Each call has seeds of its own, the same on a twin; without adaptive verification seeds stay.
 
-    Were the draws the same, it would be the best of all budgets again: (.85, .15) for (.7, .3).
+    What would leak otherwise is shown in test_lossless_end_to_end.
     """
     config = speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True)
     same = SamplingParams(temperature=1.0, max_tokens=8, seed=7, ignore_eos=True)

@@ -128,6 +128,9 @@ def test_answers_to_one_prompt_are_drawn_together() -> None:
     by_prompt = weights[:, :12].reshape(-1, 4, 3)
     assert (by_prompt == by_prompt[:, :, :1]).all() and (weights[1:, :12] != 1).any()
     assert (weights[:, 12:].reshape(-1, 4, 3).std(axis=2) > 0).any()
+    pair = Pair("p", dataclasses.replace(t, prompt=np.repeat(np.arange(2, dtype=np.int32), 6)[np.arange(24) % 12]))
+    assert len(np.unique(pair.trace.prompt[pair.second])) == 1  # of two prompts a workload, one is held out
+    assert len(set(pair.drawn(pair.second))) == len(pair.second) and (pair.weights.std(axis=0) > 0).any()
 
 
 # Fits

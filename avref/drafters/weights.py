@@ -75,7 +75,11 @@ def check_shipped(method: str, target: str) -> None:
 
 
 def load(config: SpeculativeConfig, llm: LLM, config_class: type, model_class: type) -> Any:
-    """The drafter in the folder `config.model`, or the one shipped for the default target."""
+    """The drafter in the folder `config.model`, or the one shipped for the default target.
+
+    Raises ValueError where none is shipped, and for a path that is no folder or no drafter; RuntimeError for a damaged
+    one.
+    """
     method = config.method
     if config.model is not None and not isinstance(config.model, (str, Path)):
         raise ValueError(

@@ -1,6 +1,7 @@
 """The bench: every arm of the comparison on one loaded target, in one process, resumable, with its evidence kept.
 
-All arms of a repeat answer the same prompts with the same seeds and take turns step by step (`arms.race`), in an order
+All arms of a repeat answer the same prompts with the same seeds (an adaptive arm's are moved, since its warm-up came
+before: `LLM.generate`) and take turns step by step (`arms.race`), in an order
 that rotates; only Hugging Face's calls, which cannot be stopped in between, run one after another. What is reported are
 medians over repeats with the lowest and the highest, and ratios within a repeat. The cost tables are measured first.
 Every adaptive arm is warmed up once on prompts of its own, and every run starts from what the warm-up taught, so no run

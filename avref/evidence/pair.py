@@ -76,17 +76,22 @@ class Pair:
         """Resamples of the held-out answers, [num + 1, A]; the other answers have weight 0."""
         return self.resampled(self.second)
 
-    def resampled(self, answers: Array, num: int = RESAMPLES, seed: int = 0) -> Floats:
-        """Resamples of some answers, [num + 1, A]: prompts are drawn, each with all its answers.
+    def drawn(self, answers: Array) -> list[int]:
+        """What resamples draw: a number for each of some answers, the same for all answers to one prompt.
 
-        Of a workload that has one prompt only, answers are drawn.
+        Of a workload that has one prompt among them, single answers are drawn.
         """
-        t = self.trace
-        alone = [name for name in np.unique(t.workload) if len(np.unique(t.prompt[t.workload == name])) == 1]
-        keys = [(t.workload[a], t.prompt[a], a if t.workload[a] in alone else -1) for a in answers]
+        workload, prompt = self.trace.workload[answers], self.trace.prompt[answers]
+        alone = {w for w in np.unique(workload) if len(np.unique(prompt[workload == w])) == 1}
+        keys = [(w, p, a if w in alone else -1) for w, p, a in zip(workload, prompt, answers, strict=True)]
         number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        weights = np.zeros((num + 1, len(t.num_tokens)))
-        weights[:, answers] = resample(len(number), num, seed)[:, [number[key] for key in keys]]
+        return [number[key] for key in keys]
+
+    def resampled(self, answers: Array, num: int = RESAMPLES, seed: int = 0) -> Floats:
+        """Resamples of some answers, [num + 1, A]: prompts are drawn, each with all its answers (see `drawn`)."""
+        drawn = self.drawn(answers)
+        weights = np.zeros((num + 1, len(self.trace.num_tokens)))
+        weights[:, answers] = resample(len(set(drawn)), num, seed)[:, drawn]
         return weights
 
     def values(self, feature: str) -> Array:

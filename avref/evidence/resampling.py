@@ -1,4 +1,4 @@
-"""Intervals from resampling requests: whole answers are drawn with replacement, never single drafts.
+"""Intervals from resampling requests: prompts with all their answers are drawn with replacement, never single drafts.
 
 Drafts of one answer are alike (one topic, one difficulty), so that resampling drafts would give intervals far too
 narrow. A resample is a vector of weights, how often each answer was drawn; every measure here is a function of sums by

@@ -27,7 +27,7 @@ from avref.evidence.study_tables import table
 from avref.files import write_text
 
 FAMILIES = (*METHODS, "dflash-greedy")
-FEWEST = 8  # held-out answers
+FEWEST = 8  # held-out prompts (of a workload with one prompt: answers), which resamples draw
 MOST_DRAFTS = 7  # that `hardware.measured` covers at its highest load
 
 
@@ -86,6 +86,7 @@ def _pair(source: str | Path, effort: float) -> dict[str, Any]:
             "offsets": len(pair.trace),
             "answers": len(pair.trace.num_tokens),
             "held_out": len(pair.second),
+            "drawn": len(set(pair.drawn(pair.second))),
         },
         "rows": _joined({key: [row] for key, row in part.items()} for part in parts),
         "coefficients": fitted,
@@ -99,7 +100,7 @@ def _pair(source: str | Path, effort: float) -> dict[str, Any]:
 def _gathered(pairs: Mapping[str, Mapping[str, Any]], once: Mapping[str, Any]) -> dict[str, Any]:
     rows = _joined([{"state": [study_scores.state()]}, *(own["rows"] for own in pairs.values())])
     rows["slope_moves"] = study_fits.slope_moves({name: own["coefficients"] for name, own in pairs.items()})
-    few = {name: own["trace"]["held_out"] for name, own in pairs.items() if own["trace"]["held_out"] < FEWEST}
+    few = {name: own["trace"]["drawn"] for name, own in pairs.items() if own["trace"]["drawn"] < FEWEST}
     rows = {key: [_weak(row, few) for row in found] for key, found in rows.items()}
     described = {name: {w: c.described() for w, c in own["coefficients"].items()} for name, own in pairs.items()}
     studies = {
@@ -138,8 +139,8 @@ def _weak(row: Row, few: Mapping[str, int]) -> Row:
 # ---- output ----
 ABOUT = """\
 Each row is one pair: one recorded trace (`python -m avref trace`). Intervals are the middle 95 % over {resamples}
-resamples of whole answers, not of drafts ({refits} where each is fitted anew: slopes and coefficients; {waves} for the
-damping claim: read those as the range); what was fitted before, and the company that a request had, is not resampled.
+resamples of prompts with all their answers, not of drafts ({refits} where each is fitted anew: slopes and coefficients;
+{waves} for the damping claim: read those as the range); what was fitted before, and the company that a request had, is not resampled.
 Intervals over three or four answers, all that a workload of a short trace holds out, are too narrow. Fits use the first
 half of each workload's prompts, numbers come from the second. The estimator is the one that serves.
 

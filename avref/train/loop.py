@@ -60,8 +60,9 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
     """Train a drafter of a family on all but the last `validation` sequences.
 
     Continues from `folder/checkpoint.safetensors` when it is there; a run that is killed loses what came after its last
-    checkpoint. `steps` may be raised, which stretches the fall of the learning rate. Raises ValueError for a checkpoint
-    of another run, RuntimeError for a damaged one.
+    checkpoint. `steps` may be raised, which stretches the fall of the learning rate and of the cross-entropy's weight
+    (`held_out_loss` in the curve keeps the first weight). Raises ValueError for a checkpoint of another run, and for too
+    few sequences, RuntimeError for a damaged checkpoint.
     """
     vocabulary = target.get_output_embeddings().weight.shape[0]
     torch.manual_seed(s.seed)
@@ -119,7 +120,7 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
             model.eval()
             with torch.inference_mode():
                 drafts = family.forward(model, embedding, head, held_out, s.depth)
-                held_loss, held = loss_and_overlap(drafts, held_out, s.top_p)
+                held_loss, held = loss_and_overlap(drafts, held_out, s.top_p, s.cross_entropy)
             curve.append(
                 {
                     "step": step + 1,
