@@ -12,9 +12,9 @@ from avref.layout import Layout
 from avref.packed import PackedModel, plain_attention
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest difference of logits that is rounding, in units of their spread. Where the plain model's own logits change when a
-token is appended (kernels that depend on the size), three times that change is allowed, as long as that is at most
-`MOST` times this."""
+"""Largest difference of logits that is rounding, in units of their spread. Where the plain model's own logits change
+when a token is appended (kernels that depend on the size), three times that change is allowed, as long as that is at
+most `MOST` times this."""
 MOST = 4
 
 
@@ -22,10 +22,10 @@ MOST = 4
 def check_parity(model: Any) -> float:
     """Largest difference between packed and plain logits on two short prompts, relative to the spread of the logits.
 
-    Allowed is rounding (`LIMITS`). The second forward continues both rows after a rollback, so the cache is covered too. Raises RuntimeError, with the
-    reason, for a model that would decode silently wrong: when a layer keeps its past anywhere but in the packed cache
-    (recurrent, hybrid, an attention of its own), when a sliding window does not reach the attention, and when logits
-    differ for a reason not known here (a position bias of the model's own, say).
+    Allowed is rounding (`LIMITS`). The second forward continues both rows after a rollback, so the cache is covered
+    too. Raises RuntimeError, with the reason, for a model that would decode silently wrong: when a layer keeps its past
+    anywhere but in the packed cache (recurrent, hybrid, an attention of its own), when a sliding window does not reach
+    the attention, and when logits differ for a reason not known here (a position bias of the model's own, say).
     """
     name, limit = type(model).__name__, LIMITS.get(model.dtype, 1e-4)
     vocabulary = model.get_input_embeddings().weight.shape[0]

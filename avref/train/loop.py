@@ -61,8 +61,8 @@ def train(family: Family, target: Any, data: Sequences, folder: Path, s: Setting
 
     Continues from `folder/checkpoint.safetensors` when it is there; a run that is killed loses what came after its last
     checkpoint. `steps` may be raised, which stretches the fall of the learning rate and of the cross-entropy's weight
-    (`held_out_loss` in the curve keeps the first weight). Raises ValueError for a checkpoint of another run, and for too
-    few sequences, RuntimeError for a damaged checkpoint.
+    (`held_out_loss` in the curve keeps the first weight). Raises ValueError for a checkpoint of another run, and for
+    too few sequences, RuntimeError for a damaged checkpoint.
     """
     vocabulary = target.get_output_embeddings().weight.shape[0]
     torch.manual_seed(s.seed)
