@@ -141,8 +141,8 @@ ABOUT = """\
 Each row is one pair: one recorded trace (`python -m avref trace`). Intervals are the middle 95 % over {resamples}
 resamples of prompts with all their answers, not of drafts ({refits} where each is fitted anew: slopes and coefficients;
 {waves} for the damping claim: read those as the range); what was fitted before, and the company that a request had, is
-not resampled. Intervals over three or four answers, all that a workload of a short trace holds out, are too narrow. Fits
-use the first half of each workload's prompts, numbers come from the second. The estimator is the one that serves.
+not resampled. Intervals over three or four answers, all that a workload of a short trace holds out, are too narrow.
+Fits use the first half of each workload's prompts, numbers come from the second. The estimator is the one that serves.
 
 Throughput is replayed under two cost tables, not measured with the engine: "2 cores" is this project's own pair on two
 CPU cores, up to 32 requests; "B300" the published profile of DeepSeek-V4-Flash with DSpark on four B300, at up to 64.
