@@ -254,6 +254,16 @@ def test_mutant_score_from_the_drawn_token(target: Any, drafters: dict[str, Any]
 # A pair made to leak: what follows the first draft says which token it was (DSpark paper, appendix A)
 
 
+STAIRCASE = {
+    "method": "draft_model",
+    "num_speculative_tokens": 2,
+    "enable_adaptive_verification": True,
+    "estimator": {"slope": 1.0, "intercept": [0.9, -1.0], "refit_interval": 10**6},
+    "probe_interval": 0,
+    "adaptive_drafting": False,  # it would leave the second drafts out: then there is nothing to look at
+}
+
+
 def staircase_pair() -> tuple[Any, Any]:
     """Bigram models over 4 tokens. From 0 or 3 both go to 1 or 2, one as likely as the other; after 1 the drafter is
     sure
@@ -273,17 +283,7 @@ def run_staircase(rule: str, **settings: Any) -> tuple[float, list[list[int]], N
     was.
     """
     target, drafter = staircase_pair()
-    config = {
-        "method": "draft_model",
-        "model": drafter,
-        "num_speculative_tokens": 2,
-        "enable_adaptive_verification": True,
-        "budget_rule": rule,
-        "estimator": {"slope": 1.0, "intercept": [0.9, -1.0], "refit_interval": 10**6},
-        "probe_interval": 0,
-        "adaptive_drafting": False,  # it would leave the second drafts out: then there is nothing to look at
-        **settings,
-    }
+    config = {**STAIRCASE, "model": drafter, "budget_rule": rule, **settings}
     verify_ms = np.array([1.0, 1.0, 2.0, 3.0, 3.85, 4.6, 5.35, 5.95, 6.0, 6.1])  # by tokens, 3 to 9 with three requests
     llm = LLM(target, config, max_num_seqs=3, max_model_len=8, cost_table=CostTable(np.zeros(4), verify_ms))
     answers, verified, drafted = [], 0, 0
@@ -314,15 +314,7 @@ def second_calls(forget: bool, number: int = 400) -> list[list[int]]:
     second call's first step then looks ahead with.
     """
     target, drafter = staircase_pair()
-    config = {
-        "method": "draft_model",
-        "model": drafter,
-        "num_speculative_tokens": 2,
-        "enable_adaptive_verification": True,
-        "estimator": {"slope": 1.0, "intercept": [0.9, -1.0], "refit_interval": 10**6},
-        "probe_interval": 0,
-        "adaptive_drafting": False,
-    }
+    config = {**STAIRCASE, "model": drafter}
     costs = CostTable(np.zeros(2), np.array([1.0, 1.0, 2.0, 2.2]))
     answers = []
     for seed in range(number):
