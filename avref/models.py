@@ -55,8 +55,9 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The named dtype; `"auto"` is the fastest safe one for the device.
 
-    On CUDA that is bfloat16 (float16 below compute capability 8), on a CPU bfloat16 where it has instructions for it,
-    else float32. Raises ValueError for a name that is no dtype.
+    On CUDA that is bfloat16 (float16 below compute capability 8), on a CPU bfloat16 where it has matrix instructions for
+    it (Intel's AMX), else float32: with the vector instructions of AVX-512 alone, bfloat16 made steps up to 1.5 times
+    longer. Raises ValueError for a name that is no dtype.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -67,8 +68,7 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
         raise ValueError(f'dtype is {dtype!r}; allowed are "auto", "float32", "bfloat16" and "float16"')
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    native = any(getattr(torch.cpu, name, bool)() for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if getattr(torch.cpu, "_is_amx_tile_supported", bool)() else torch.float32
 
 
 _PLACE = ("token", "revision", "cache_dir", "local_files_only", "force_download")  # of `from_pretrained`

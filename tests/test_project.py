@@ -171,6 +171,14 @@ def test_ci_runs_the_test_command_of_the_readme():
         subprocess.run(["bash", "-n", str(ROOT / ".ci" / name)], check=True)
 
 
+def test_no_function_of_ci_hides_a_program_it_looks_for():
+    """`command -v chromium` in a function of that name finds the function: the browser's test was never run."""
+    for name in ("run", "full", "oldest"):
+        script = read(f".ci/{name}")
+        functions = set(re.findall(r"^(\w+)\(\)", script, flags=re.MULTILINE))
+        assert not functions & set(re.findall(r"(?:command -v|type -P) ([\w-]+)", script))
+
+
 def test_every_mutant_still_fits_the_source():
     """.ci/full runs them; each changes one place that must be there exactly once."""
     mutants = ci_module("mutants")

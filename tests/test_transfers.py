@@ -222,6 +222,15 @@ def test_half_precision_by_compute_capability(
     assert models.choose_dtype("float32", torch.device("cuda")) == torch.float32
 
 
+@pytest.mark.parametrize(("matrix", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_takes_bfloat16_only_with_matrix_instructions(
+    matrix: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: matrix, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)  # slower than float32
+    assert models.choose_dtype("auto", torch.device("cpu")) == dtype
+
+
 def test_device_map_reaches_hugging_face(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded for real, and left where Hugging Face put it."""
     from transformers import LlamaForCausalLM
