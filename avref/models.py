@@ -55,8 +55,8 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The named dtype; `"auto"` is the fastest safe one for the device.
 
-    On CUDA that is bfloat16 (float16 below compute capability 8), on a CPU bfloat16 where it has matrix instructions for
-    it (Intel's AMX), else float32: with the vector instructions of AVX-512 alone, bfloat16 made steps up to 1.5 times
+    On CUDA that is bfloat16 (float16 below compute capability 8), on a CPU bfloat16 where it has matrix instructions
+    for it (Intel's AMX), else float32: with AVX-512's vector instructions alone, bfloat16 made steps up to 1.5 times
     longer. Raises ValueError for a name that is no dtype.
     """
     if isinstance(dtype, torch.dtype):
