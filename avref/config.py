@@ -120,7 +120,7 @@ class SpeculativeConfig:
     - `budget_rule`: lookahead looks ahead with what past steps taught, stale is vLLM's, early_stop DSpark's;
       retrospective leaks and is for teaching;
     - `probe_interval`: every so many steps one request is verified at full depth, where verdicts teach the confidence
-      anything; 0 is off;
+      anything (more seldom while not drafting is best and drafting is dear); 0 is off;
     - `adaptive_drafting`: choose before every step how deep to draft, 0 included (`avref.depth`); of no effect where
       there is no budget;
     - `allow_lossy`: accept settings that bias the output.

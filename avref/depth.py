@@ -23,7 +23,8 @@ by powers of two of R, and a change of R does not have to be learned anew.
 
 A step drafted to depth d says nothing about deeper ones. So the first steps at a load are drafted in full, later every
 16th, every 64th while not drafting is best, and more seldom where drafting is dear: drafting for it costs at most 2 %
-of the time (verifying what such a step admits is not counted).
+of the time (verifying what such a step admits is not counted). While not drafting is best, those steps are the probes
+too: a probe of its own would draft in full for a drafter that is not worth it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from avref.cost_table import CostTable
 Floats = npt.NDArray[np.float64]
 
 EXPLORE_EVERY, EXPLORE_IDLE = 16, 64
-"""Every so many steps, or a multiple of it, one is drafted in full: it keeps a_d and b_d of deeper d up to date."""
+"""Every so many steps (idle: while not drafting is best), or a multiple of it, one is drafted in full: it keeps a_d and
+b_d of deeper d up to date."""
 EXACT = 0.02
 """Rates that differ by less count as equal, and the smaller depth wins: no cost table is more exact."""
 EXPLORE_SHARE = 0.02
@@ -62,11 +64,11 @@ class DraftDepth:
     """What each depth is worth at each load, and the depth that this recommends.
 
     `rate` is that of the means (the first few steps are averaged evenly); `warmup` full steps come before the first
-    choice.
+    choice; `probe_interval` takes the place of EXPLORE_IDLE unless it is 0, so that idle looks fall on probes.
     """
 
-    def __init__(self, num_positions: int, *, rate: float = 0.1, warmup: int = 8) -> None:
-        self.rate, self.warmup = rate, warmup
+    def __init__(self, num_positions: int, *, rate: float = 0.1, warmup: int = 8, probe_interval: int = 0) -> None:
+        self.rate, self.warmup, self.idle = rate, warmup, probe_interval or EXPLORE_IDLE
         self._worth: defaultdict[int, Worth] = defaultdict(partial(Worth, num_positions))
         self.in_full = True  # whether the depth chosen last is for learning, and the block must not end early
 
@@ -89,7 +91,7 @@ class DraftDepth:
         drafting_ms = np.interp(now.drafted[depths], np.arange(deepest + 1), full_ms)
         rates = num_requests * now.tokens[depths] / (drafting_ms + verify_ms)
         best = int(np.argmax(rates >= (1 - EXACT) * rates.max()))  # of those as good, the smallest depth
-        seldom = EXPLORE_EVERY if best else EXPLORE_IDLE
+        seldom = EXPLORE_EVERY if best else self.idle
         every = seldom * max(1, math.ceil(full_ms[-1] / low[0] / (EXPLORE_SHARE * seldom)))
         self.in_full = step % every == every - 1
         return deepest if self.in_full else best

@@ -68,7 +68,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.budget = Budget(config.budget_rule, self.num_positions) if config else None
-        self.depth = DraftDepth(self.num_positions) if config and config.adaptive_drafting and self.has_budget else None
+        has_depth = config is not None and config.adaptive_drafting and self.has_budget
+        self.depth = DraftDepth(self.num_positions, probe_interval=self.probe_interval) if has_depth else None
         # for profiling and controls: a request's capacity -> its admitted drafts; and the depth to draft
         self.override: Callable[[int], int] | None = None
         self.fixed_depth: int | None = None
@@ -245,13 +246,14 @@ class Engine:
         """How many positions to draft, for all requests: settled before drafting, by past steps and the cost table."""
         if self.fixed_depth is not None:
             return min(self.fixed_depth, deepest)
-        if self.depth is None or self.override or self._probes():
+        if self.depth is None or self.override:
             return deepest
         assert self.cost_table is not None
-        return self.depth.choose(self.step_count, len(self.running), deepest, self.cost_table)
+        chosen = self.depth.choose(self.step_count, len(self.running), deepest, self.cost_table)
+        return deepest if chosen and self._probes() else chosen  # while idle, its own full steps are the probes
 
     def _probes(self) -> bool:
-        """Whether one request is drafted and verified in full in this step, so that every position keeps its labels."""
+        """Whether one request is verified in full in this step, if it drafts: every position keeps its labels."""
         return self.probe_interval > 0 and self.step_count % self.probe_interval == self.probe_interval - 1
 
     def _decision(self, capacity: list[int], temperature: Tensor) -> Decision | None:

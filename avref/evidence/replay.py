@@ -113,9 +113,10 @@ class Replay:
         self.estimator = OnlineAcceptanceEstimator(k, **policy.estimator) if policy.learns else None
         has_budget = policy.decides and policy.stops_below is None
         self.budget = Budget(policy.budget_rule, k) if has_budget else None
-        self.depth = DraftDepth(k) if has_budget and policy.adaptive_drafting else None
         probes = policy.learns or (policy.decides and trace.logit_q_max is None)  # an n-gram's record learns too
         self.probe_interval = policy.probe_interval if probes else 0
+        has_depth = has_budget and policy.adaptive_drafting
+        self.depth = DraftDepth(k, probe_interval=self.probe_interval) if has_depth else None
         self.step_count = self.num_requests = 0
 
     def run(self, num_steps: int | None = None, *, answers: npt.ArrayLike | None = None) -> Outcome:
@@ -191,8 +192,9 @@ class Replay:
         self.step_count += 1
 
     def _depth(self, deepest: int, num_requests: int) -> int:
-        if self.depth is not None and not self._probes():
-            deepest = self.depth.choose(self.step_count, num_requests, deepest, self.believed)
+        if self.depth is not None:
+            chosen = self.depth.choose(self.step_count, num_requests, deepest, self.believed)
+            deepest = deepest if chosen and self._probes() else chosen
         return deepest if self.policy.depth is None else min(self.policy.depth, deepest)
 
     def _probes(self) -> bool:
