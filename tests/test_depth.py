@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -410,4 +411,4 @@ def test_bookkeeping_takes_less_than_three_tenths_of_a_millisecond() -> None:
         depth.learn(survival, capacities, costs)
         depth.choose(n, 64, 7, costs)
         best = min(best, time.perf_counter() - began)
-    assert best < 0.3e-3
+    assert best < (1e-3 if sys.gettrace() else 0.3e-3)  # coverage traces every line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def test_replicas_fit_as_one_process_would(size: int, tmp_path: Path) -> None:
             e.refit()
     command = [sys.executable, __file__, str(size), str(tmp_path / "rendezvous")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(size)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # where the package is not installed
+    ranks = [subprocess.Popen([*command, str(rank)], env=env, **pipes) for rank in range(size)]
     try:
         said = [rank.communicate(timeout=100) for rank in ranks]
     finally:
