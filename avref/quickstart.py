@@ -83,7 +83,7 @@ def quickstart(
     jobs = [(r, c) for r in range(repeats) for c in concurrency]
     runs: dict[tuple[int, str], list[Run]] = {}
     for repeat, c in tqdm(jobs, desc="measuring", unit="race", disable=not progress, dynamic_ncols=True):
-        count = max(5, c + min(c // 2, 8))  # some enter when others leave
+        count = max(4, c + min(c // 2, 8))  # some enter when others leave
         own = arms.chosen(prompts, count, repeat), arms.params(count, max_tokens, 1000 * repeat)
         racing = {arm: llms[arm] for arm in arms.rotate(list(llms), repeat)}
         for arm, run in arms.race(racing, *own, c).items():

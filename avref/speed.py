@@ -182,7 +182,9 @@ def sampling_rows(llm: LLM) -> Iterator[Row]:
     )
     yield Row("acceptance with top-p 0.95 / forward, 32 requests, K = 7", accept / step, 0.2)
     rows = logits.float()
-    feature, softmax = interleaved([lambda: features.logit_q_max(rows), lambda: torch.softmax(rows, -1)], 9, llm.device)
+    out = torch.empty_like(rows)  # fresh memory would cost the softmax more than its arithmetic
+    both = [lambda: features.logit_q_max(rows), lambda: torch.softmax(rows, -1, out=out)]
+    feature, softmax = interleaved(both, 9, llm.device)
     yield Row(f"feature / softmax over {rows.shape[0]} x {rows.shape[1]} logits", feature / softmax, 1.5)
 
 
