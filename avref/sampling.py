@@ -142,8 +142,9 @@ def verify(
     q None means one-hot at the draft, q_drawn is not read then. vocab_ids [Vd]: the target's ids of the drafter's; None
     means 0 .. Vd-1. u_accept [R, K] and u_final [R]: independent uniforms in [0, 1). temperature, top_k, top_p [R].
 
-    Rows behind a request's first rejection are not read. Raises ValueError for wrong shapes and types, ids outside the
-    vocabulary, settings out of range, and non-finite rows among those read.
+    Rows of logits behind a request's first rejection are not read, and of q only the one at the rejection. Raises
+    ValueError for wrong shapes and types, ids outside the vocabulary, settings out of range, a q_drawn that is no
+    probability, and non-finite rows among those read.
     """
     num_requests, num_drafts = tokens.shape
     tokens = tokens.long()
@@ -155,6 +156,7 @@ def verify(
             f"u_accept needs shape {tuple(tokens.shape)}, got {tuple(u_accept.shape)}; u_final ({num_requests},)"
         )
     verified = torch.arange(num_drafts, device=tokens.device) < num_verified[:, None]  # [R, K]
+    at_draft = u_accept.new_ones(()) if q is None or q_drawn is None else q_drawn  # [R, K]
     outside = (verified & ((tokens < 0) | (tokens >= logits.shape[1]))).any(-1)
     _refuse(
         (
@@ -163,9 +165,14 @@ def verify(
             "mask the drafter's tail before it samples",
         ),
         (~((u_accept >= 0) & (u_accept <= 1)).all(-1), "a uniform outside [0, 1)", "draw uniforms with torch.rand"),
+        (
+            (verified & ~((at_draft >= 0) & (at_draft < 1.001))).any(-1),
+            "a q_drawn outside [0, 1] or NaN",
+            "take the float32 softmax that the draft was drawn from, at the draft",
+        ),
     )
     first_row = (num_verified + 1).cumsum(0) - (num_verified + 1)  # [R]
-    threshold = u_accept if q is None or q_drawn is None else u_accept * q_drawn  # [R, K]
+    threshold = u_accept * at_draft  # [R, K]
     accepted = torch.zeros(num_requests, dtype=torch.int64, device=logits.device)  # [R]
     everyone = torch.arange(num_requests, device=logits.device)
     alive = everyone[num_verified > 0]

@@ -88,12 +88,14 @@ class BudgetExplorer(Explorer):
 
 def _step(num_requests: int, mean_acceptance: float, error: float, table: str) -> tuple[Tensor, Tensor, CostTable, Any]:
     """True and believed survivals [R, K] of a step, the cost table, and the profile that the steps before left."""
+    costs = example_table(table)
+    costs.verify(num_requests, num_requests)  # refuses what the table does not cover, before anything is simulated
     log_odds = torch.from_numpy(acceptance_log_odds(num_requests, mean_acceptance, num_steps=PAST_STEPS + 1).copy())
     truth, believed = (survival((log_odds + shift).sigmoid()) for shift in (0.0, error))  # [steps, R, K]
     profile = SurvivalProfile()
     for past in believed[:-1]:
         profile.update(past)
-    return truth[-1], believed[-1], example_table(table), profile.predict(truth[-1].numel())
+    return truth[-1], believed[-1], costs, profile.predict(truth[-1].numel())
 
 
 def _summary(truth: Tensor, believed: Tensor, table: CostTable, profile: Any) -> str:

@@ -145,6 +145,7 @@ def test_allocation_ties_go_by_position_then_request():
 def test_a_budget_from_an_older_batch_is_clamped_to_the_live_one():
     admitted = allocate(torch.rand(2, 7).sort(descending=True).values, 40)  # C112
     assert admitted.tolist() == [7, 7]
+    assert allocate(torch.full((2, 7), 0.3), 40, [3, 0]).tolist() == [3, 0]
 
 
 def test_profile_follows_the_sorted_survivals_and_a_change_of_requests():

@@ -1,5 +1,7 @@
 """Sampling: against a dense float64 implementation, against the target's law, and against known mistakes (mutants)."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -531,6 +533,42 @@ def test_ties_of_drafts_fall_to_the_first_id():
     assert base.draw(logits, torch.ones(3), u, greedy=True)[0].tolist() == [1, 1, 1]
     ids, q, drawn = base.draw(logits, cold, u, greedy=False)
     assert ids.tolist() == [1, 1, 1] and q.tolist() == [[0.0, 1.0, 0.0]] * 3 and drawn.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("offset", [0.0, 200.0])
+def test_a_draft_is_drawn_from_the_very_q_that_judges_it(temperature: float, offset: float):
+    """C2, C16: one float32 softmax of the drafter for the draw, the ratio and the residual, where bfloat16 is coarse."""
+    z = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log() + offset
+    rows, u = 20_000, (torch.arange(20_000) + 0.5) / 20_000
+    expected = (z / temperature).softmax(-1).float()
+    ids, q, drawn = base.draw(z.float().expand(rows, -1), torch.full((rows,), temperature), u, greedy=False)
+    assert q is not None and q.dtype == torch.float32
+    torch.testing.assert_close(q, expected.expand(rows, -1), atol=2e-5, rtol=0)
+    torch.testing.assert_close(torch.bincount(ids, minlength=3) / rows, q[0], atol=1e-4, rtol=0)
+    assert torch.equal(drawn, q[torch.arange(rows), ids])
+
+
+def test_a_greedy_draft_comes_without_a_soft_q():
+    """C1: its q is one-hot at the argmax, so the soft one cannot judge it."""
+    ids, q, drawn = base.draw(torch.tensor([[0.8, 0.2]]).log(), torch.ones(1), torch.tensor([0.9]), greedy=True)
+    assert ids.tolist() == [0] and q is None and drawn.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -0.3, 7.0])
+def test_a_q_at_the_draft_that_is_no_probability_is_refused(wrong: float):
+    """C18: NaN would be rejected without a word, a negative q accepted for ever."""
+    one = torch.ones(1)
+
+    def judge(num_verified: int) -> Any:
+        counts, tokens = torch.tensor([num_verified]), torch.tensor([[1]])
+        q, own = torch.full((1, 1, 2), 0.5), torch.tensor([[wrong]])
+        logits = torch.tensor([[0.2, 0.8]]).log().expand(num_verified + 1, -1)
+        return verify(logits, counts, tokens, q, own, 0.1 * one[None], 0.1 * one, one, torch.zeros(1).long(), one)
+
+    with pytest.raises(ValueError, match="q_drawn outside"):
+        judge(1)
+    assert judge(0).num_accepted.tolist() == [0]  # what was trimmed is not read
 
 
 def draw(q: Tensor) -> Tensor:
