@@ -149,7 +149,10 @@ class CostTable:
         return cls(draft_ms, np.maximum(verify_ms, VERIFY_FLOOR_MS), metadata=metadata)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table as JSON with a checksum, in one piece: a reader sees the old file or the new one."""
+        """Write the table as JSON with a checksum, in one piece: a reader sees the old file or the new one.
+
+        Raises ValueError for metadata that do not fit into JSON.
+        """
         limits = [0, *self._limits] if self.verify_ms.ndim == 2 else self._limits
         rows = zip(np.atleast_2d(self.verify_ms), limits, strict=True)
         content = {
@@ -159,8 +162,12 @@ class CostTable:
             "by_requests": self.verify_ms.ndim == 2,
             "max_tokens": self.max_tokens,
         }
+        try:
+            content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are text then
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the metadata of this cost table do not fit into JSON ({error}): {path}") from error
         document = {"schema_version": SCHEMA_VERSION, "sha256": _checksum(content), "table": content}
-        write_text(path, json.dumps(document, allow_nan=False))
+        write_text(path, json.dumps(document))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:

@@ -221,13 +221,20 @@ class OnlineAcceptanceEstimator:
         """Coefficients, counters and the round in progress, as copies (tensors and ints); settings are not included."""
         return {name: value.clone() if isinstance(value := getattr(self, name), Tensor) else value for name in _STATE}
 
+    def taught(self) -> str:
+        """What this knows beside the default cold start, as text to tell two of them apart; empty for nothing."""
+        fresh = OnlineAcceptanceEstimator(self.num_positions, shared_slope=self.shared_slope).state_dict()
+        now, then = ([torch.as_tensor(v).tolist() for v in s.values()] for s in (self.state_dict(), fresh))
+        return "" if now == then else str(now)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` saved.
 
         Raises ValueError, and changes nothing, on missing or unknown keys, wrong shapes and impossible values.
         """
-        if set(state) != set(_STATE):
-            raise ValueError(f"state has keys {sorted(state)}; expected {sorted(_STATE)}")
+        if not isinstance(state, Mapping) or set(state) != set(_STATE):
+            keys = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"state has keys {keys}; expected {sorted(_STATE)}")
         new: dict[str, Any] = {}
         for name, lowest in _STATE.items():
             old = getattr(self, name)
@@ -241,6 +248,10 @@ class OnlineAcceptanceEstimator:
             value = self._checked(name, state[name], shape, lowest=lowest)
             if not isinstance(old, Tensor) and value != value.round():
                 raise ValueError(f"{name} is {state[name]!r}; expected a whole number")
+            if name == "sums" and (value[-1] < 0).any():
+                raise ValueError(f"sums counts {value[-1].tolist()} graded drafts by position; expected 0 or more")
+            if name == "num_steps" and value >= self.refit_interval:
+                raise ValueError(f"num_steps is {state[name]!r}; a round has {self.refit_interval} steps")
             new[name] = value if isinstance(old, Tensor) else int(value)
         vars(self).update(new)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from tqdm.auto import tqdm
 
 from avref import confidence, drafters, models
@@ -78,6 +81,7 @@ class LLM:
         seed: int = 0,
         **model_kwargs: Any,
     ) -> None:
+        self._in_use = threading.Lock()
         self.config = SpeculativeConfig.from_dict(speculative_config)
         whole("max_num_seqs", max_num_seqs, 1, MOST_SEQS)
         whole("seed", seed, 0, 2**63 - 1)
@@ -144,6 +148,19 @@ class LLM:
         self._check_costs(table, self.engine.max_num_seqs)
         self.engine.cost_table = table
 
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The engine and its caches, for one caller at a time; RuntimeError for a second one, in any thread."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "requests are already running on this LLM, or its cost table is being measured: wait for that, or use "
+                "another LLM"
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
     # ---- generation ----
     def generate(
         self,
@@ -186,7 +203,6 @@ class LLM:
         engine = self.engine
         requests = self._requests(prompts, sampling_params)
         yield from self._steps(requests, lambda: bool(engine.waiting) or len(engine.running) >= engine.max_num_seqs)
-        engine.abort()
 
     def _requests(self, prompts: Any, sampling_params: Any) -> list[Request]:
         prompt_ids = self._encode(prompts)
@@ -212,11 +228,13 @@ class LLM:
         """The seed that stands for `seed` in this call: under adaptive verification each call has seeds of its own.
 
         What an adaptive engine decides depends on what earlier calls drew. Drawn again, the same numbers would meet
-        decisions that know them.
+        decisions that know them. So it is too where the estimator was taught elsewhere (`load_state_dict`, or
+        coefficients in the configuration): what it knows goes into the new seed.
         """
-        if not self.engine.adaptive or not self.engine.num_calls:
+        taught = "" if self.estimator is None else self.estimator.taught()
+        if not self.engine.adaptive or not (self.engine.num_calls or taught):
             return seed
-        digest = hashlib.blake2b(f"{self.engine.num_calls} {seed}".encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(f"{self.engine.num_calls} {taught} {seed}".encode(), digest_size=7).digest()
         return int.from_bytes(digest, "big")
 
     def _steps(self, requests: list[Request], keep_going: Callable[[], bool]) -> Generator[int, None, None]:
@@ -225,28 +243,29 @@ class LLM:
         Only steps are timed, not what the caller does between them.
         """
         engine = self.engine
-        if engine.waiting or engine.running:
-            raise RuntimeError("generate is already running on this LLM; wait for it, or use another LLM")
         if engine.has_budget and engine.cost_table is None and requests:
             from avref.profiling import load_or_profile
 
             engine.cost_table = load_or_profile(self)
-        engine.stats = Stats.zeros(engine.num_positions)
-        engine.watch.reset()
-        for request in requests:
-            engine.add(request)
-        try:
-            while keep_going():
-                started = time.perf_counter()
-                finished = engine.step()
-                engine.stats.wall_s += time.perf_counter() - started
-                yield len(finished)
-        except BaseException:
-            engine.abort()  # one bad step must not leave requests behind for the next call
-            raise
-        finally:
-            for name, ms in engine.watch.read().items():
-                setattr(engine.stats, f"{name}_ms", ms)
+        with self.claimed():
+            engine.stats = Stats.zeros(engine.num_positions)
+            engine.watch.reset()
+            try:
+                for request in requests:
+                    engine.add(request)
+                while keep_going():
+                    started = time.perf_counter()
+                    finished = engine.step()
+                    engine.stats.wall_s += time.perf_counter() - started
+                    yield len(finished)
+                if engine.running or engine.waiting:
+                    engine.abort()  # those that `measure` drops
+            except BaseException:
+                engine.abort()  # one bad step must not leave requests behind for the next call
+                raise
+            finally:
+                for name, ms in engine.watch.read().items():
+                    setattr(engine.stats, f"{name}_ms", ms)
 
     def chat(
         self,
@@ -284,7 +303,15 @@ class LLM:
         conversations = [[{"role": "user", "content": m}] if isinstance(m, str) else list(m) for m in messages]
         template = self.tokenizer.apply_chat_template
         settings = {**template_kwargs, "add_generation_prompt": True, "tokenize": False}
-        texts = [template(c, **settings) for c in conversations]
+        texts = []
+        for conversation in conversations:
+            try:
+                texts.append(template(conversation, **settings))
+            except (TypeError, ValueError, TemplateError) as error:
+                raise ValueError(
+                    f"the tokenizer's chat template does not take {conversation!r} ({error}): give messages of 'role' "
+                    "and 'content' as text, and settings that the template knows"
+                ) from error
         return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts]
 
     def prompt_ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -305,6 +332,10 @@ class LLM:
         for i, prompt in enumerate(prompts):
             if not isinstance(prompt, (str, Sequence)) or isinstance(prompt, (bytes, bytearray)):
                 raise ValueError(f"prompt {i} is {prompt!r}; a prompt is a string or a list of token ids")
+            if isinstance(prompt, str) and (bad := re.search("[\ud800-\udfff]", prompt)):
+                raise ValueError(
+                    f"prompt {i} holds {bad[0]!r}, half of a UTF-16 pair and no character: read the text as UTF-8"
+                )
             try:
                 ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
             except TypeError as error:

@@ -54,7 +54,7 @@ def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
     Raises ValueError for labels other than 0 and 1 and for scores that are NaN.
     """
     y, s = _binary(labels), _flat(scores, "scores")
-    _same_length(y, s)
+    _same_shape(labels, scores)
     if np.isnan(s).any():
         raise ValueError("scores hold NaN: leave out drafts that were not graded")
     if len(np.unique(y)) < 2:
@@ -71,7 +71,7 @@ def log_loss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
     So a certain prediction that fails costs 36 nats, not infinity. Raises ValueError as `ece` does.
     """
     y, p = _binary(labels), _probabilities(probabilities)
-    _same_length(y, p)
+    _same_shape(labels, probabilities)
     if len(y) == 0:
         return float("nan")
     p = np.clip(p, np.finfo(np.float64).eps, 1 - np.finfo(np.float64).eps)
@@ -83,7 +83,7 @@ def reliability(labels: npt.ArrayLike, probabilities: npt.ArrayLike, num_bins: i
     if num_bins < 1:
         raise ValueError(f"num_bins must be 1 or more, got {num_bins}")
     y, p = _binary(labels), _probabilities(probabilities)
-    _same_length(y, p)
+    _same_shape(labels, probabilities)
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     bins = np.minimum(np.searchsorted(edges, p, side="right") - 1, num_bins - 1)  # p = 1 belongs to the last bin
     count = np.bincount(bins, minlength=num_bins)
@@ -132,7 +132,11 @@ def by_position(
 
 
 def leading_accepts(matches: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Number of accepted drafts: the matches before the first mismatch. matches [..., K] of 0 and 1 -> [...]."""
+    """Number of accepted drafts: the matches before the first mismatch. matches [..., K] of 0 and 1 -> [...].
+
+    Raises ValueError for anything but 0 and 1.
+    """
+    _binary(matches)
     return np.cumprod(np.asarray(matches, dtype=np.int64), axis=-1).sum(axis=-1)
 
 
@@ -146,8 +150,10 @@ def mean_acceptance_length(accepted_by_position: npt.ArrayLike, steps: int) -> f
     nothing was accepted, or before the first step.
     """
     accepted = _counts(accepted_by_position, "accepted_by_position")
-    if steps < 0 or accepted.max(initial=0) > steps:
+    if not steps >= 0 or accepted.max(initial=0) > steps:
         raise ValueError(f"at most one accepted draft per position and step, got {accepted.tolist()} in {steps} steps")
+    if (np.diff(accepted) > 0).any():
+        raise ValueError(f"a draft is accepted only if those before it were, got {accepted.tolist()} by position")
     return 1.0 + float(accepted.sum()) / steps if steps else 1.0
 
 
@@ -186,9 +192,10 @@ def _probabilities(values: npt.ArrayLike) -> Floats:
     return p
 
 
-def _same_length(y: Floats, other: Floats) -> None:
-    if len(y) != len(other):
-        raise ValueError(f"{len(y)} labels for {len(other)} predictions: give one each")
+def _same_shape(labels: npt.ArrayLike, predictions: npt.ArrayLike) -> None:
+    """Read row by row, [N, K] beside [K, N] would pair each label with another draft's prediction."""
+    if np.shape(labels) != np.shape(predictions):
+        raise ValueError(f"labels {np.shape(labels)} for predictions {np.shape(predictions)}: give one each, alike")
 
 
 def _counts(values: npt.ArrayLike, name: str) -> Floats:

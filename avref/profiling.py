@@ -118,7 +118,15 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     path = models.cache_dir() / "cost-tables" / f"{key}.json"
     if path.is_file() and not again:
         print(f"avref: using the cost table measured before, {path}", file=sys.stderr)
-        return CostTable.load(path)
+        table = CostTable.load(path)
+        worst = max((spread for _, spread in table.metadata.get("spread", ())), default=1.0)
+        if worst > STEADY:
+            print(
+                f"avref: the machine was busy then (steps took up to {worst:.2f} times their shortest time): delete "
+                "the file when it is quiet, and the table is measured again",
+                file=sys.stderr,
+            )
+        return table
     table = profile(llm, context, repeats)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +153,12 @@ def profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS) -> CostTab
     """
     if llm.config is None or llm.engine.drafter is None:
         raise ValueError("profiling needs a drafter: pass speculative_config to LLM")
-    if llm.engine.running or llm.engine.waiting:
-        raise RuntimeError("requests are running on this LLM: profile it before or after")
+    with llm.claimed():
+        return _profile(llm, context, repeats)
+
+
+def _profile(llm: LLM, context: int, repeats: int) -> CostTable:
+    assert llm.config is not None
     depth, limit = llm.config.num_speculative_tokens, llm.engine.max_num_seqs
     room = _positions(llm) - 4 * (depth + 1)
     if room < 1:

@@ -89,6 +89,8 @@ def sample(p: Tensor, u: Tensor) -> Tensor:
     """
     if p.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"weights must be float32 or float64, got {p.dtype}: take the softmax in float32, then draw")
+    if p.ndim != 2 or u.shape != p.shape[:1]:
+        raise ValueError(f"p needs shape [N, V] and u [N], one uniform per row; got {tuple(p.shape)}, {tuple(u.shape)}")
     # Two levels, so that only about 2 sqrt(V) entries of a row are summed one after the other, in float64.
     num_rows, vocab_size = p.shape
     width = max(1, round(vocab_size**0.5))
@@ -110,6 +112,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     p, q [N, V]; returns [N, V]. Where p - q is positive nowhere (p equals q up to rounding, so that the rejection was a
     rounding accident) the answer is p. Raises ValueError for NaN. Source: Leviathan et al. 2023, section 2.3.
     """
+    if p.shape != q.shape:
+        raise ValueError(f"p and q need one shape [N, V], got {tuple(p.shape)} and {tuple(q.shape)}")
     excess = (p - q).clamp_(min=0)  # [N, V]
     total = excess.sum(-1, keepdim=True)  # [N, 1]
     finite, positive = torch.stack([total.isfinite().all(), (total > 0).all()]).tolist()
@@ -391,6 +395,8 @@ def _check_q(logits: Tensor, tokens: Tensor, q: Tensor | None, q_drawn: Tensor |
         raise ValueError(
             f"q and q_drawn must be one float32 distribution, got {kinds}: take a float32 softmax, then draw"
         )
+    if q_drawn.shape != tokens.shape:
+        raise ValueError(f"q_drawn must be [{num_requests}, {num_drafts}], got {tuple(q_drawn.shape)}")
     if q.shape[:2] != tokens.shape or q.shape[2] > vocab_size or (ids is not None and len(ids) != q.shape[2]):
         allowed = f"[{num_requests}, {num_drafts}, up to {vocab_size}], with one entry of vocab_ids per column"
         raise ValueError(f"q must be {allowed}, got {tuple(q.shape)}: mask and renormalise a wider drafter")

@@ -209,7 +209,7 @@ def test_damaged_files_are_refused_by_name(tmp_path):
 def test_a_failed_save_leaves_the_old_file(tmp_path):
     path = tmp_path / "costs.json"
     CostTable([0, 1], [0, 1]).save(path)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="do not fit into JSON"):
         CostTable([0, 2], [0, 1], metadata={"machine": object()}).save(path)
     assert CostTable.load(path).draft(1) == 1 and len(list(tmp_path.iterdir())) == 1
 
@@ -221,3 +221,14 @@ def test_a_table_whose_rows_all_end_early_comes_back(tmp_path):
     again = CostTable.load(tmp_path / "table.json")
     np.testing.assert_array_equal(again.verify_ms[1:], table.verify_ms[1:])
     assert again.max_tokens == 64
+
+
+def test_metadata_survive_or_are_refused(tmp_path):
+    """JSON turns keys into text: the checksum is that of what will be read."""
+    path = tmp_path / "table.json"
+    CostTable([0, 1.0], [1.0, 1.0, 2.0], metadata={8: 1, 16: 2, 128: 3}).save(path)
+    assert CostTable.load(path).metadata == {"8": 1, "16": 2, "128": 3}
+    for wrong in ({"a": np.int64(3)}, {"a": float("nan")}, {"a": {1, 2}}):
+        with pytest.raises(ValueError, match="metadata of this cost table do not fit into JSON"):
+            CostTable([0, 1.0], [1.0, 1.0, 2.0], metadata=wrong).save(path)
+    assert CostTable.load(path).metadata == {"8": 1, "16": 2, "128": 3}

@@ -5,7 +5,8 @@ labels all alike (C89), a constant feature (C90), a position that starves (C96),
 (C97). Of C89 the penalty on the coefficients (labels all 1 must give a finite optimum) does not apply, because the
 ridge is on the curvature alone; that such traffic stays harmless is tested instead. Separable labels let the slope grow
 without a warning: a steep slope is the right fit there. It grows ever more slowly (51, 140, 274 after 50, 200, 1,000
-rounds of 100) and recovers once labels are mixed, the later the longer they were not (37, 83, 148 rounds). C95 does not apply: requests
+rounds of 100) and recovers once labels are mixed, later the longer they were not (37, 83, 148 rounds). C95 does not
+apply: requests
 whose target applies transforms that the drafter does not see (allowed ids, penalties) do not exist here, but for top-k
 and top-p: rows with a narrow nucleus share the coefficients with all others, as in vLLM (a limit that the README
 states).

@@ -6,6 +6,7 @@ An error must say what was seen, what is allowed and what to do; afterwards the 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from avref import arms
 from avref.config import SamplingParams, SpeculativeConfig
 from avref.cost_table import CostTable
 from avref.drafters import weights
+from avref.estimator import OnlineAcceptanceEstimator
 from avref.llm import LLM, RequestOutput
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(3, tiny.VOCAB))]
@@ -435,8 +437,16 @@ def damage_list(folder: Path) -> None:
 
 
 def edit(folder: Path, **changes: Any) -> None:
+    """As in a file without a checksum, so that what stands behind it is met."""
     config = json.loads((folder / "config.json").read_text())
+    del config["sha256"]
     (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
+
+
+def damage_quietly(folder: Path) -> None:
+    """Every value is allowed, and the drafter would draft, badly."""
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 1.5'))
 
 
 def damage_shape(folder: Path) -> None:
@@ -453,11 +463,21 @@ def damage_extra(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [damage_truncate, damage_json, damage_bytes, damage_list, damage_shape, damage_key, damage_extra],
+    [damage_truncate, damage_json, damage_bytes, damage_list, damage_quietly, damage_shape, damage_key, damage_extra],
 )
 def test_damaged_drafters(damage: Any, saved: Path, target: Any) -> None:
     damage(saved)
     with pytest.raises(RuntimeError, match=r"damaged( or of another version)?: .+; fetch or train it again"):
+        make(target, dflash_config(str(saved)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rope_theta": "x"}, {"rope_theta": 0}, {"eps": float("nan")}, {"target_layers": [1.5, 2]}, {"depth": True}],
+)
+def test_a_drafter_with_numbers_that_cannot_be(wrong: dict[str, Any], saved: Path, target: Any) -> None:
+    edit(saved, **wrong)
+    with pytest.raises(ValueError, match=rf"a drafter's {next(iter(wrong))} is .*expected numbers"):
         make(target, dflash_config(str(saved)))
 
 
@@ -532,6 +552,52 @@ def test_what_was_learned_from_a_seed_meets_no_draws_of_that_seed(target: Any) -
     one = [r.generator.initial_seed() for r in llm._requests([[3]], same)]
     learned.restore()  # what one call taught is forgotten, and with it its seeds
     assert [r.generator.initial_seed() for r in llm._requests([[3]], same)] == one
+
+
+def test_seeds_are_moved_by_what_an_estimator_brings_along(target: Any) -> None:
+    """Coefficients that were learned, loaded or given, may know the draws of the seed; the default start knows none."""
+
+    def first_seed(state: Any = None, **estimator: Any) -> int:
+        config = speculative(model=tiny.near(target, 0.3), enable_adaptive_verification=True, estimator=estimator)
+        llm = make(target, config)
+        assert llm.estimator is not None
+        if state is not None:
+            llm.estimator.load_state_dict(state)
+        return llm._requests([[3]], SamplingParams(seed=7))[0].generator.initial_seed()
+
+    fresh = OnlineAcceptanceEstimator(3).state_dict()
+    learned, begun = {**fresh, "slope": torch.tensor(0.61)}, {**fresh, "num_steps": 3}
+    assert first_seed() == first_seed(fresh) == first_seed(damping=9.0) == 7
+    moved = [first_seed(learned), first_seed(begun), first_seed(intercept=[0.1, 0.2, 0.3])]
+    assert len({7, *moved}) == 4 and first_seed(learned) == moved[0]
+
+
+def test_one_caller_at_a_time(target: Any) -> None:
+    """A second thread is refused before it touches the caches, also while the cost table is measured."""
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    right = {p: tiny.greedy(target, [p, 5, 7], 12) for p in (3, 4, 5)}
+    refused = 0
+    for _ in range(20):
+        llm, gate, seen = make(target), threading.Barrier(len(right)), dict[int, Any]()
+
+        def ask(p: int, llm: LLM = llm, gate: Any = gate, seen: dict[int, Any] = seen) -> None:
+            gate.wait()
+            try:
+                seen[p] = tokens(llm.generate([[p, 5, 7]], params))[0]
+            except RuntimeError as error:
+                seen[p] = str(error)
+
+        threads = [threading.Thread(target=ask, args=(p,)) for p in right]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for p, got in seen.items():
+            refused += isinstance(got, str) and "already running on this LLM" in got
+            assert got == right[p] or "already running" in got
+        assert len(seen) == len(right) and any(isinstance(got, list) for got in seen.values())
+        assert tokens(llm.generate([[3, 5, 7]], params)) == [right[3]]
+    assert refused > 0
 
 
 def test_torch_s_default_dtype_changes_no_draw(target: Any) -> None:

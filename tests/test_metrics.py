@@ -141,7 +141,7 @@ def test_length_is_measured_not_a_power_of_the_mean_acceptance():
     [
         (lambda: ece([1, 0], [0.5, math.nan]), "nan"),
         (lambda: ece([1, 0], [0.5, 1.5]), "1.5"),
-        (lambda: ece([1, 0], [0.5]), "2 labels for 1"),
+        (lambda: ece([1, 0], [0.5]), r"labels \(2,\) for predictions \(1,\)"),
         (lambda: ece([1], [0.5], 0), "num_bins"),
         (lambda: log_loss([2, 0], [0.5, 0.5]), "2.0"),
         (lambda: auc([1, 0], [math.nan, 0.5]), "NaN"),
@@ -156,3 +156,22 @@ def test_length_is_measured_not_a_power_of_the_mean_acceptance():
 def test_bad_input_is_named(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_labels_and_predictions_of_other_shapes_are_refused():
+    """[N, K] beside [K, N] would give each label another draft's prediction, and plausible scores."""
+    y, p = np.array([[1, 0, 1], [0, 1, 0]]), np.array([[0.9, 0.1, 0.8], [0.2, 0.7, 0.3]])
+    for score in (auc, log_loss, ece, reliability):
+        score(y, p)
+        with pytest.raises(ValueError, match=r"labels \(2, 3\) for predictions \(3, 2\)"):
+            score(y, p.T)
+
+
+def test_lengths_of_what_cannot_be_are_refused():
+    for wrong in ([2, 2, 1], [0.9, 0.9], [float("nan")]):
+        with pytest.raises(ValueError, match="labels must be 0 or 1"):
+            leading_accepts(wrong)
+    with pytest.raises(ValueError, match="only if those before it were"):
+        mean_acceptance_length([1, 5], 10)
+    with pytest.raises(ValueError, match="at most one accepted"):
+        mean_acceptance_length([0, 0], float("nan"))

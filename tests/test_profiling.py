@@ -189,7 +189,7 @@ def test_requests_that_run_are_not_profiled_away(tmp_path, monkeypatch):
     llm.cost_table = profiling.profile(llm, repeats=1)
     steps = llm.measuring([[3, 4, 5]] * 6, SamplingParams(max_tokens=9, seed=0))
     next(steps)
-    with pytest.raises(RuntimeError, match="requests are running on this LLM: profile it before or after"):
+    with pytest.raises(RuntimeError, match="already running on this LLM, or its cost table"):
         profiling.profile(llm)
     llm.cost_table = None
     with pytest.raises(RuntimeError, match="already running on this LLM"):

@@ -538,7 +538,7 @@ def test_ties_of_drafts_fall_to_the_first_id():
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("offset", [0.0, 200.0])
 def test_a_draft_is_drawn_from_the_very_q_that_judges_it(temperature: float, offset: float):
-    """C2, C16: one float32 softmax of the drafter for the draw, the ratio and the residual, where bfloat16 is coarse."""
+    """C2, C16: one float32 softmax of the drafter for draw, ratio and residual, where bfloat16 is coarse."""
     z = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log() + offset
     rows, u = 20_000, (torch.arange(20_000) + 0.5) / 20_000
     expected = (z / temperature).softmax(-1).float()
@@ -620,3 +620,15 @@ def test_target_wider_than_the_drafter(ids):
     torch.testing.assert_close(law, torch.tensor(p), atol=0.005, rtol=0)
     columns = torch.arange(3) if vocab_ids is None else vocab_ids
     assert accepted == pytest.approx(float(torch.minimum(torch.tensor(p)[columns], q).sum()), abs=0.005)
+
+
+def test_every_row_has_a_uniform_of_its_own():
+    """One uniform for all rows would tie what they draw."""
+    p = torch.full((6, 2), 0.5)
+    for u in (torch.rand(1), torch.tensor(0.7), torch.rand(6, 1)):
+        with pytest.raises(ValueError, match="one uniform per row"):
+            sample(p, u)
+    with pytest.raises(ValueError, match="one uniform per row"):
+        sample(p[0], torch.rand(2))
+    with pytest.raises(ValueError, match="p and q need one shape"):
+        residual(p, p[0])

@@ -7,6 +7,7 @@ own, and the head covers a reduced vocabulary of V_d ids.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -43,6 +44,13 @@ class DrafterConfig:
     vocab_size: int
     rope_theta: float = 10000.0
     eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kind, least = ((int, float), 1e-12) if name in ("rope_theta", "eps") else (int, 0)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(n, kind) and not isinstance(n, bool) and least <= n < math.inf for n in numbers):
+                raise ValueError(f"a drafter's {name} is {value!r}; expected numbers, at least {least}")
 
 
 def rotary(position: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ Those that ship with the package lie in `avref/weights/`.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +64,12 @@ def save(model: Any, folder: Path, method: str, target: str) -> None:
     }
     config = {"method": method, "target": target, **asdict(model.config)}
     save_tensors(tensors, folder / "model.safetensors")
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config | {"sha256": _checksum(config)}, indent=2) + "\n")
+
+
+def _checksum(config: Mapping[str, Any]) -> str:
+    kept = {name: value for name, value in config.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def check_shipped(method: str, target: str) -> None:
@@ -112,11 +119,14 @@ def read(folder: Path, method: str, config_class: type, model_class: type) -> An
     tensors, _ = load_tensors(folder / "model.safetensors", "fetch or train it again")
     try:
         stored = dict(json.loads((folder / "config.json").read_bytes()))
-        made_for = stored.pop("method", None)
+        made_for = stored.get("method")
         if made_for != method:
             instead = f"but for {made_for!r}" if made_for else "and its config.json names none"
             raise ValueError(f"{str(folder)!r} was not made for method {method!r} {instead}")
-        stored.pop("target", None)
+        if stored.pop("sha256", expected := _checksum(stored)) != expected:
+            raise RuntimeError("config.json was altered after it was written, its checksum does not match")
+        for name in ("method", "target"):
+            stored.pop(name, None)
         if "target_layers" in stored:
             stored["target_layers"] = tuple(stored["target_layers"])
         model = model_class(config_class(**stored))
