@@ -100,7 +100,7 @@ LISTED: dict[str, list[tuple[str, ...]]] = {
         (POSITION, ">= accepted[:, None], -1)", "> accepted[:, None], -1)",
          "the slot at `accepted` is overwritten by the residual or bonus token"),
         (SWAP, "excess = (p - q).clamp_(min=0)", "excess = (q - p).clamp_(min=0)"),
-        (SWAP, "else u_accept * q_drawn  # [R, K]", "else u_accept  # [R, K]"),
+        (SWAP, "threshold = u_accept * at_draft  # [R, K]", "threshold = u_accept  # [R, K]"),
         (CLAMP, "excess = (p - q).clamp_(min=0)", "excess = p - q"),
         (CLAMP, "limit = limit.clamp(min=0.5 / p.shape[1])", "pass"),
         (CLAMP, "keepdim=True).clamp(min=1)  # [n, 1] tokens that stay", "keepdim=True)"),

@@ -55,6 +55,14 @@ def _check_output(a: argparse.Namespace) -> None:
         raise ValueError(f"--output is {str(output)!r}, but {str(nearest)!r} is no folder that can be written")
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Says each option's default, unless that is nothing or the text says it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.default in (None, False, argparse.SUPPRESS) or "default" in (action.help or "")
+        return action.help if said else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="avref", description="Adaptive verification in speculative decoding: run it, measure it, take it apart."
@@ -63,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Any, text: str, shared: Options = _MACHINE) -> Any:
         """Its parser's `add_argument`, once the options that it shares with others are in."""
-        own = commands.add_parser(name, help=text, description=text)
+        own = commands.add_parser(name, help=text, description=text, formatter_class=_Defaults)
         own.set_defaults(run=run)
         for flag, settings in shared.items():
             own.add_argument(flag, **settings)
@@ -72,23 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     text = "compare no speculation, fixed lengths and adaptive verification on this machine (six to nine minutes)"
     add = command("quickstart", _quickstart, text)
     add("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="requests running at once")
-    add("--repeats", type=int, default=3)
+    add("--repeats", type=int, default=3, help="times that every arm runs")
     add("--max-tokens", type=int, default=24, help="tokens per request")
     add("--max-model-len", type=int, default=512, help="tokens of a prompt and its answer")
     add("--output", type=Path, default=Path("."), help="folder for quickstart.json and figures/")
 
     add = command("generate", _generate, "answer one prompt with adaptive verification")
     add("prompt")
-    add("--max-tokens", type=int, default=128)
-    add("--temperature", type=float, default=1.0)
-    add("--top-p", type=float, default=0.95)
-    add("--seed", type=int, default=0)
+    add("--max-tokens", type=int, default=128, help="tokens of the answer")
+    add("--temperature", type=float, default=1.0, help="0 is greedy")
+    add("--top-p", type=float, default=0.95, help="1 keeps all tokens")
+    add("--seed", type=int, default=0, help="of the draws")
     add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
     add("--max-model-len", type=int, help="tokens of the prompt and its answer")
     add("--plain", action="store_true", help="no speculation")
 
     add = command("profile", _profile, "measure this machine's cost table again")
-    add("--max-num-seqs", type=int, default=32)
+    add("--max-num-seqs", type=int, default=32, help="requests at once")
     add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
     add("--context", type=int, default=128, help="cached tokens per request")
     add("--max-model-len", type=int, help="tokens of a prompt and its answer")
@@ -103,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     names = ("concurrency", "workloads", "drafters", "outside")
     add("--blocks", nargs="+", default=names, metavar="BLOCK", help="some of " + ", ".join(names))
     add("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
-    add("--repeats", type=int, default=3)
+    add("--repeats", type=int, default=3, help="times that every arm runs")
     add("--max-tokens", type=int, default=32, help="tokens per request")
     add("--minutes", type=float, help="start no run that would go beyond them")
     add("--prompts", help="a file (.txt, .jsonl, .json), or humaneval, gsm8k, mt_bench, speed_bench")
@@ -116,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", type=int, default=6000, help="training prompts to sample answers to")
     add("--texts", type=int, default=2000, help="pieces of text that ships with Python to read")
     add("--init", type=Path, help="start from the tensors of another trained drafter")
-    add("--steps", type=int, default=None)
+    add("--steps", type=int, help="training steps (default: the method's own)")
 
     add = command(
         "trace", _trace, "record what a drafter says along the target's own answers (goes on where it was stopped)"
@@ -124,12 +132,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
     add("--offsets", type=int, default=5000, help="offsets to record, the five workloads in turn")
     add("--greedy", action="store_true", help="drafts are the most likely tokens, q is one-hot")
-    add("--temperature", type=float, default=1.0)
-    add("--top-p", type=float, default=0.95)
+    add("--temperature", type=float, default=1.0, help="0 is greedy")
+    add("--top-p", type=float, default=0.95, help="1 keeps all tokens")
     add("--max-tokens", type=int, default=192, help="tokens per answer")
     add("--max-model-len", type=int, help="tokens of a prompt and its answer")
-    add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("trace.npz"))
+    add("--seed", type=int, default=0, help="of the draws")
+    add("--output", type=Path, default=Path("trace.npz"), help="the trace file")
 
     add = command("vllm-args", _vllm_args, "the vLLM command of a configuration, and what differs there", _PAIR)
     add("--num-speculative-tokens", type=int, help="K (default: 7, or what the drafter was trained for)")
@@ -192,7 +200,7 @@ def _generate(a: argparse.Namespace) -> None:
     rate = (s.num_tokens - s.num_requests) / decode_ms * 1e3 if decode_ms else float("nan")
     print(
         f"[{s.num_tokens} tokens, {s.num_steps} target forwards, {s.tokens_per_request_step:.2f} tokens each, "
-        f"{rate:.0f} tokens/s, {out.finish_reason}]",
+        f"{rate:.3g} tokens/s, {out.finish_reason}]",
         file=sys.stderr,
     )
 

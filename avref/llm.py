@@ -279,6 +279,8 @@ class LLM:
         Each item is a user's message, or a list of {"role", "content"} messages. `chat_template_kwargs` go to the
         template (`{"enable_thinking": False}` of Qwen3).
         """
+        if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+            raise ValueError(f"chat_template_kwargs is {chat_template_kwargs!r}; give a dictionary, or None")
         return self.generate(self.chat_ids(messages, **(chat_template_kwargs or {})), sampling_params, use_tqdm)
 
     def chat_ids(

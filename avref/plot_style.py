@@ -7,6 +7,7 @@ the same picture a thousand times leaks nothing. In a notebook, `%matplotlib inl
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,16 @@ def new_figure(
 
 
 def save(fig: Figure, name: str, *, dpi: int = 150) -> Path:
-    """Write `figures/<name>.png` at the project's root (or, outside a checkout, in the working folder)."""
+    """Write `figures/<name>.png` in the working folder; in a checkout at its root, and there below `figures/local`.
+
+    So running a notebook leaves the pictures that come with a checkout alone, which show another machine. With
+    AVREF_FIGURES set in the environment they are written anew (CONTRIBUTING).
+    """
     here = Path.cwd()
-    root = next((folder for folder in (here, *here.parents) if (folder / "avref" / "plots.py").is_file()), here)
-    path = root / "figures" / f"{name}.png"
-    path.parent.mkdir(exist_ok=True)
+    root = next((folder for folder in (here, *here.parents) if (folder / "avref" / "plots.py").is_file()), None)
+    folder = (root or here) / "figures"
+    path = (folder / "local" if root and not os.environ.get("AVREF_FIGURES") else folder) / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=dpi)
     return path
 

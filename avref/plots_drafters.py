@@ -123,13 +123,13 @@ def _dspark(axes: Axes) -> str:
     for k in range(3):
         x = 2.0 + k
         _box(axes, x, 3, "bias", OWN, 0.45)
-        _box(axes, x + 0.5, 3, f"$c_{k + 1}$", OWN, 0.3)
+        _box(axes, x - 0.45, 3, f"$c_{k + 1}$", OWN, 0.3)
         _box(axes, x, 4, f"$x_{k + 1}$", DRAFT, 0.45)
-        for right, low in ((-0.18, 2.28), (0.25, 2.28), (-0.18, 3.28)):
-            _arrow(axes, (x + right, low), (x + right, low + 0.44))
-        if k < 2:
-            _arrow(axes, (x + 0.05, 3.85), (x + 0.62, 3.25), FED_BACK, bend=-0.2)
-            _arrow(axes, (x + 0.05, 3.95), (x + 1.25, 3.28), FED_BACK, bend=-0.35)
+        for right, low, end in ((-0.18, 2.28, -0.18), (-0.3, 2.28, -0.66), (-0.18, 3.28, -0.18)):
+            _arrow(axes, (x + right, low), (x + end, low + 0.44))
+        if k < 2:  # both read the draft before
+            _arrow(axes, (x + 0.05, 3.8), (x + 0.28, 3.28), FED_BACK)
+            _arrow(axes, (x + 0.06, 3.95), (x + 0.72, 3.28), FED_BACK, bend=-0.2)
     return "dspark: dflash's pass, then a cheap tail: a bias from the draft before, and a confidence $c_k$"
 
 

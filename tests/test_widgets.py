@@ -144,10 +144,14 @@ def test_a_saved_figure_is_a_picture_in_the_figures_folder(tmp_path, monkeypatch
 
 
 def test_from_a_subfolder_of_a_checkout_figures_go_to_its_root(tmp_path, monkeypatch):
+    """Where git ignores them: only whoever asks for it renews the pictures that come with a checkout."""
     (tmp_path / "avref").mkdir()
     (tmp_path / "avref" / "plots.py").touch()
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")
+    monkeypatch.delenv("AVREF_FIGURES", raising=False)
+    assert plots.save(plots.new_figure()[0], "empty").parent == tmp_path / "figures" / "local"
+    monkeypatch.setenv("AVREF_FIGURES", "1")
     assert plots.save(plots.new_figure()[0], "empty").parent == tmp_path / "figures"
 
 
