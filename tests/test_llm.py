@@ -107,8 +107,35 @@ def test_chat_needs_a_template(folder: Path) -> None:
     assert llm.chat(["w5"], GREEDY)[0].prompt_token_ids == [9, 5, 8]
     llm.tokenizer.chat_template += "{% if short %} w7{% endif %}"
     assert llm.chat(["w5"], GREEDY, chat_template_kwargs={"short": True})[0].prompt_token_ids == [9, 5, 8, 7]
+    with pytest.raises(ValueError, match="chat_template_kwargs is 5; give a dictionary"):
+        llm.chat(["w5"], chat_template_kwargs=5)
     turns = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
     assert llm.chat([turns], GREEDY)[0].prompt_token_ids == [9, 5, 9, 6, 8]
+
+
+def test_messages_that_a_template_does_not_take(folder: Path) -> None:
+    """What the template raises comes from another library; it is told as a mistake in the messages."""
+    llm = make(str(folder), dtype="float32")
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ 'w9 ' + m.role + ' ' + m.content }} {% endfor %}w8"
+    wrong: list[dict[str, Any]] = [
+        {"text": "w5"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": [{"type": "text", "text": "w5"}]},
+    ]
+    for message in wrong:
+        with pytest.raises(ValueError, match="template does not take .*'role' and 'content' as text"):
+            llm.chat([[message]])
+    with pytest.raises(ValueError, match="template does not take"):
+        llm.chat(["w5"], chat_template_kwargs={"conversation": 1})
+    assert llm.chat(["w5"], GREEDY)
+
+
+def test_half_a_character_is_named(folder: Path) -> None:
+    """As files hold it that were read with `surrogateescape`."""
+    llm = make(str(folder), dtype="float32")
+    with pytest.raises(ValueError, match="prompt 1 holds '.ud800', half of a UTF-16 pair"):
+        llm.generate(["w5", "w6 \ud800"], GREEDY)
 
 
 # Settings
