@@ -124,7 +124,7 @@ def test_messages_that_a_template_does_not_take(folder: Path) -> None:
         {"role": "user", "content": [{"type": "text", "text": "w5"}]},
     ]
     for message in wrong:
-        with pytest.raises(ValueError, match="template does not take .*'role' and 'content' as text"):
+        with pytest.raises(ValueError, match=r"template does not take .*'role' and 'content' as text"):
             llm.chat([[message]])
     with pytest.raises(ValueError, match="template does not take"):
         llm.chat(["w5"], chat_template_kwargs={"conversation": 1})
@@ -134,7 +134,7 @@ def test_messages_that_a_template_does_not_take(folder: Path) -> None:
 def test_half_a_character_is_named(folder: Path) -> None:
     """As files hold it that were read with `surrogateescape`."""
     llm = make(str(folder), dtype="float32")
-    with pytest.raises(ValueError, match="prompt 1 holds '.ud800', half of a UTF-16 pair"):
+    with pytest.raises(ValueError, match=r"prompt 1 holds '.ud800', half of a UTF-16 pair"):
         llm.generate(["w5", "w6 \ud800"], GREEDY)
 
 
