@@ -200,7 +200,7 @@ def _generate(a: argparse.Namespace) -> None:
     rate = (s.num_tokens - s.num_requests) / decode_ms * 1e3 if decode_ms else float("nan")
     print(
         f"[{s.num_tokens} tokens, {s.num_steps} target forwards, {s.tokens_per_request_step:.2f} tokens each, "
-        f"{rate:.3g} tokens/s, {out.finish_reason}]",
+        f"{rate:.1f} tokens/s, {out.finish_reason}]",
         file=sys.stderr,
     )
 

@@ -12,7 +12,6 @@ that nothing is blended across the cliff there.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from avref.files import write_text
+from avref.files import json_checksum, write_text
 
 Floats = npt.NDArray[np.float64]
 
@@ -166,7 +165,7 @@ class CostTable:
             content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are text then
         except (TypeError, ValueError) as error:
             raise ValueError(f"the metadata of this cost table do not fit into JSON ({error}): {path}") from error
-        document = {"schema_version": SCHEMA_VERSION, "sha256": _checksum(content), "table": content}
+        document = {"schema_version": SCHEMA_VERSION, "sha256": json_checksum(content), "table": content}
         write_text(path, json.dumps(document))
 
     @classmethod
@@ -180,7 +179,7 @@ class CostTable:
             raise ValueError(f"{path} is not a complete cost table ({error!r}): {advice}") from None
         if version != SCHEMA_VERSION:
             raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: {advice}")
-        if document.get("sha256") != _checksum(content):
+        if document.get("sha256") != json_checksum(content):
             raise ValueError(f"{path} was altered after it was written, its checksum does not match: {advice}")
         try:
             rows, width = content["verify_ms"], content["max_tokens"] + 1
@@ -278,7 +277,3 @@ def _between_rows(measured: Floats, by_row: Floats, requests: int) -> Floats:
     upper = int(np.clip(np.searchsorted(measured, requests), 1, len(measured) - 1))
     share = (requests - measured[upper - 1]) / (measured[upper] - measured[upper - 1])
     return by_row[upper - 1] + share * (by_row[upper] - by_row[upper - 1])
-
-
-def _checksum(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -47,6 +47,11 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def json_checksum(content: Any) -> str:
+    """SHA-256 of what fits into JSON, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], **metadata: Any) -> None:
     """Write tensors as safetensors, with metadata that fit into JSON and a checksum over both."""
     text = json.dumps(metadata)

@@ -208,13 +208,14 @@ class LLM:
         prompt_ids = self._encode(prompts)
         params = self._params(sampling_params, len(prompt_ids))
         # A CPU generator keeps 32 bits of its seed. Those that were given are taken before others are found.
-        given = [None if p.seed is None else self._moved(p.seed) for p in params]
+        taught = "" if self.estimator is None else self.estimator.taught()
+        given = [None if p.seed is None else self._moved(p.seed, taught) for p in params]
         taken, used = {seed % _SEEDS for seed in given if seed is not None}, set[int]()
         requests = []
         for ids, own, seed in zip(prompt_ids, params, given, strict=True):
             self._num_requests += 1
             if seed is None:
-                seed = self._moved(self.seed * 1_000_003 + self._num_requests)
+                seed = self._moved(self.seed * 1_000_003 + self._num_requests, taught)
             if own.seed is None or (self.engine.adaptive and seed % _SEEDS in used):
                 while seed % _SEEDS in taken:
                     seed += 1_000_003
@@ -224,14 +225,13 @@ class LLM:
         self.engine.num_calls += 1
         return requests
 
-    def _moved(self, seed: int) -> int:
+    def _moved(self, seed: int, taught: str) -> int:
         """The seed that stands for `seed` in this call: under adaptive verification each call has seeds of its own.
 
         What an adaptive engine decides depends on what earlier calls drew. Drawn again, the same numbers would meet
         decisions that know them. So it is too where the estimator was taught elsewhere (`load_state_dict`, or
         coefficients in the configuration): what it knows goes into the new seed.
         """
-        taught = "" if self.estimator is None else self.estimator.taught()
         if not self.engine.adaptive or not (self.engine.num_calls or taught):
             return seed
         digest = hashlib.blake2b(f"{self.engine.num_calls} {taught} {seed}".encode(), digest_size=7).digest()

@@ -119,13 +119,7 @@ def load_or_profile(llm: LLM, context: int = CONTEXT, repeats: int = REPEATS, ag
     if path.is_file() and not again:
         print(f"avref: using the cost table measured before, {path}", file=sys.stderr)
         table = CostTable.load(path)
-        worst = max((spread for _, spread in table.metadata.get("spread", ())), default=1.0)
-        if worst > STEADY:
-            print(
-                f"avref: the machine was busy then (steps took up to {worst:.2f} times their shortest time): delete "
-                "the file when it is quiet, and the table is measured again",
-                file=sys.stderr,
-            )
+        _say_if_busy(table)
         return table
     table = profile(llm, context, repeats)
     try:
@@ -182,13 +176,6 @@ def _profile(llm: LLM, context: int, repeats: int) -> CostTable:
         draft_points += [(num_requests, d, ms) for d, ms in draft.items()]
         verify_points += [(num_requests, num_requests + b, ms) for b, ms in verify.items()]
         spread[num_requests] = _spread(steps)
-    if max(spread.values()) > STEADY:
-        worst = max(spread, key=spread.__getitem__)
-        print(
-            f"avref: the machine was busy: with {worst} requests, steps took {spread[worst]:.2f} times their shortest "
-            "time; when it is quiet, delete the saved table, and it is measured again",
-            file=sys.stderr,
-        )
     table = CostTable.from_curves(draft_points, verify_points, max_requests=limit, max_tokens=limit * (depth + 1))
     table.metadata |= {
         **describe(llm),
@@ -198,7 +185,18 @@ def _profile(llm: LLM, context: int, repeats: int) -> CostTable:
         "draft_points": draft_points,
         "verify_points": verify_points,
     }
+    _say_if_busy(table)
     return table
+
+
+def _say_if_busy(table: CostTable) -> None:
+    worst, spread = max(table.metadata.get("spread", ()), key=lambda pair: pair[1], default=(0, 1.0))
+    if spread > STEADY:
+        print(
+            f"avref: the machine was busy when this table was made: with {worst} requests, steps took {spread:.2f} "
+            "times their shortest time; when it is quiet, delete the saved table, and it is measured again",
+            file=sys.stderr,
+        )
 
 
 def _measure(llm: LLM, num_requests: int, depth: int, context: int, repeats: int) -> Steps:

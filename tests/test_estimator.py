@@ -599,6 +599,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         {"intercepts": None},
         {"sums": [[0.0] * 3, [0.0]]},
         {"num_steps": 2.7},
+        {"num_steps": 1000},
+        {"sums": torch.full((6, 3), -1.0)},
     ]
     for damage in damages:
         with pytest.raises(ValueError):
@@ -606,6 +608,8 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         assert est.num_refits == 0
     with pytest.raises(ValueError, match="keys"):
         est.load_state_dict({"slope": 0.5})
+    with pytest.raises(ValueError, match="keys NoneType"):
+        est.load_state_dict(None)
 
 
 def test_all_reduce_needs_a_process_group():

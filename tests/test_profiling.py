@@ -373,3 +373,16 @@ def test_verified_counts_and_how_they_are_spread(num_requests, depth):
         assert counts == [0, 8, 16, 24, 40, 56]
         spread = profiling._uneven(16, 7, 8)
         assert [spread(7) for _ in range(8)] == [1, 3] * 4
+
+
+def test_a_table_of_a_busy_machine_says_so_whenever_it_is_used(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("AVREF_CACHE", str(tmp_path))
+    for spread, said in (([(1, 1.0), (4, 9.65)], True), ([(1, 1.0), (4, 1.01)], False)):
+        table = tiny.flat_costs()
+        table.metadata["spread"] = spread
+        monkeypatch.setattr(profiling, "profile", lambda *a, table=table: table)
+        llm = adaptive_llm()
+        profiling.load_or_profile(llm, again=True)
+        capsys.readouterr()
+        profiling.load_or_profile(llm)
+        assert ("with 4 requests, steps took 9.65 times" in capsys.readouterr().err) == said

@@ -195,7 +195,7 @@ def test_recording(target: Any, prompts: Any, settings: dict[str, Any], message:
 
 def test_a_cost_table_s_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table.json"
-    monkeypatch.setattr("avref.cost_table._checksum", lambda content: "right")
+    monkeypatch.setattr("avref.cost_table.json_checksum", lambda content: "right")
     good = '"metadata": {}, "draft_ms": [1, 1], "verify_ms": [[1, 1]], "by_requests": false, "max_tokens": '
     for table in ("[1]", "null", "{}", f"{{{good}3}}", f"{{{good}1000000000000}}", f"{{{good}1}}".replace("1, 1", "")):
         path.write_text(f'{{"schema_version": 1, "sha256": "right", "table": {table}}}')

@@ -5,9 +5,7 @@ Those that ship with the package lie in `avref/weights/`.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from avref.config import SpeculativeConfig
-from avref.files import load_tensors, save_tensors, write_text
+from avref.files import json_checksum, load_tensors, save_tensors, write_text
 from avref.models import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -64,12 +62,7 @@ def save(model: Any, folder: Path, method: str, target: str) -> None:
     }
     config = {"method": method, "target": target, **asdict(model.config)}
     save_tensors(tensors, folder / "model.safetensors")
-    write_text(folder / "config.json", json.dumps(config | {"sha256": _checksum(config)}, indent=2) + "\n")
-
-
-def _checksum(config: Mapping[str, Any]) -> str:
-    kept = {name: value for name, value in config.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    write_text(folder / "config.json", json.dumps(config | {"sha256": json_checksum(config)}, indent=2) + "\n")
 
 
 def check_shipped(method: str, target: str) -> None:
@@ -123,7 +116,8 @@ def read(folder: Path, method: str, config_class: type, model_class: type) -> An
         if made_for != method:
             instead = f"but for {made_for!r}" if made_for else "and its config.json names none"
             raise ValueError(f"{str(folder)!r} was not made for method {method!r} {instead}")
-        if stored.pop("sha256", expected := _checksum(stored)) != expected:
+        written = stored.pop("sha256", None)  # older ones have none
+        if written is not None and written != json_checksum(stored):
             raise RuntimeError("config.json was altered after it was written, its checksum does not match")
         for name in ("method", "target"):
             stored.pop(name, None)
